@@ -188,7 +188,7 @@ def _check_targets(targets: Tensor, places: Tensor | None, vocabulary: int) -> N
             place = int(places[first])
         raise ValueError(
             f"targets: id {int(targets[first])} at position {place} is outside the vocabulary of {vocabulary} ids "
-            f"(the first of {outside.numel()})"
+            f"(the first of {outside.numel()} invalid ids)"
         )
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 BackendName = Literal["auto", "cuda", "torch"]
 LARGE_GPU = 64 * 2**30
-"""Memory of a GPU (bytes) from which the trainer's default workspace is larger."""
+"""A GPU with at least this much memory (bytes) gets a larger default workspace."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
 """Types of the operands that the backend `cuda` multiplies."""
 
@@ -54,6 +54,6 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     if dtype not in CUDA_DTYPES or (device.type != "cuda" and row_kernels.compiled()):
         raise ValueError(
             "the backend cuda of the logit projection multiplies bfloat16 or float32 on a CUDA GPU, "
-            f"not {dtype} on {device.type}; take auto"
+            f"not {dtype} on {device.type}; choose the backend auto"
         )
     return CudaBackend()

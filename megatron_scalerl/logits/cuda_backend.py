@@ -30,7 +30,9 @@ COLUMN_STEP = 256
 
 FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
-"""Smallest block whose GEMM is not bound by memory. Instead of a thinner block, the other side is split as well."""
+"""Fewest tokens and columns with which a block's GEMM is not bound by memory bandwidth.
+
+To keep blocks from getting thinner, both sides of a projection are split."""
 
 FEWEST_CHUNK_TOKENS = 1024
 """Fewest tokens of a chunk of whole rows.
@@ -44,7 +46,7 @@ CHUNK_COLUMNS = 8192
 
 @record
 class _Side:
-    """One side of a projection: its tokens or its columns. A block has a part of both sides."""
+    """One side of a projection, the tokens or the columns. A block is a range of tokens by a range of columns."""
 
     size: int
     """Number of all tokens or columns."""
@@ -70,7 +72,7 @@ def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> t
     if whole_side.fitting(split_side, count, element, budget) < min(whole_side.size, whole_side.step):
         count = min(split_side.size, split_side.step)
     fitting_count = whole_side.fitting(split_side, count, element, budget)
-    assert fitting_count, f"a workspace of {budget} bytes"
+    assert fitting_count, f"a workspace of {budget} bytes is too small for a block"
     return min(whole_side.size, _multiple(fitting_count, whole_side.step)), count
 
 
@@ -175,12 +177,12 @@ class CudaBackend:
 
 
 class _GradientMaker:
-    """Gradients of blocks of logits, in buffers that all blocks share."""
+    """Computes the gradients of blocks of logits, in buffers that all blocks share."""
 
     def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p
         self._token_gradients = token_gradients.contiguous()
-        # The gradient times 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
+        # The target's gradient has the factor 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
         self._at_target = -torch.expm1(token_gradients.logprob) * token_gradients.grad_logprob
         dtype = _gradient_dtype(p)
         self._high_buffer: Tensor | None = None

@@ -46,7 +46,7 @@ class SecondPolicy:
 
 
 class Divergence:
-    """The divergence in the chunks of one call."""
+    """Computes the divergence from the second policy in the chunks of one call of `api.token_loss`."""
 
     def __init__(self, call: Call, second: SecondPolicy, accumulator: torch.dtype, rows: int):
         """rows: tokens of the largest chunk."""

@@ -23,16 +23,18 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
     on_cpu = device.type == "cpu"
     user = None
     if not on_cpu:
-        # The query raises if the user has set one backend's precision by torch's new setting; `user` then stays None.
-        # Old and new setting must not be mixed: with the old at "high" and an accelerator's at "ieee", torch's query
-        # whether TF32 is allowed raises. The profiler makes this query.
+        # torch has an old setting for all backends and a new setting for each backend. The query of the old setting
+        # raises if the user has changed a new setting; `user` then stays None. Old and new settings must not be
+        # mixed: with the old setting at "high" and an accelerator's at "ieee", torch raises in the profiler, which
+        # asks whether TF32 is allowed.
         with suppress(RuntimeError):
             user = torch.get_float32_matmul_precision()
     switch = _switch(device)
     precision = "ieee"
     if of_bf16 and on_cpu:
         precision = "bf16"
-    # The old setting covers all backends. A backend's new setting changes only if the user has used the new setting.
+    # The old setting is changed on an accelerator, unless the user has changed a new setting. In all other cases the
+    # backend's new setting is changed.
     if user is not None:
         torch.set_float32_matmul_precision("highest")
     elif switch is not None:

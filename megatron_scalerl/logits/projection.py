@@ -49,7 +49,7 @@ class Projection:
 
     Always False for fp32 and fp64 operands, whose product is not rounded."""
     entropy: bool
-    """True: the statistics have to contain u. Otherwise u may be 0."""
+    """True: the statistics need row u (see `Backend`), for the entropy. Otherwise u may be 0."""
     entropy_grad: bool
     """True: the `TokenGradients` contain a gradient of the entropy."""
     grad_logits: GradLogits

@@ -21,7 +21,7 @@ GRADIENT_BLOCK = 2048
 
 
 def compiled() -> bool:
-    """Whether kernels are compiled for a GPU. In the interpreter, which also accepts CPU tensors, they are not."""
+    """True if kernels are compiled for a GPU; False in Triton's interpreter, which also accepts CPU tensors."""
     return isinstance(_row_statistics_kernel, triton.runtime.JITFunction)
 
 
@@ -103,7 +103,7 @@ def logit_gradient(
 
 @triton.jit
 def merged_pair(m0, r0, u0, m1, r1, u1):
-    """m, r and u of the union of two sets of columns. Only the first set may be empty (r0 = -1)."""
+    """Merge the statistics m, r and u (`projection.Backend`) of two sets of columns; only the first may be empty."""
     terms0 = 1.0 + r0
     terms1 = 1.0 + r1
     top = tl.maximum(m0, m1)
@@ -143,7 +143,7 @@ def _row_statistics_kernel(
         u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
         m = tl.where(inside & rising, z, m)
 
-    # The sum leaves out one of several equal maxima. Each further one counts 1.
+    # r leaves out one of several equal maxima. Each further maximum counts 1.
     top = tl.max(m, 0)
     largest = m == top
     gap = tl.where(filled, m - top, 0.0)

@@ -1,7 +1,7 @@
-"""A PEFT folder to start from, which has to hold exactly the adapters of the recipe.
+"""Reads the PEFT folder that training starts from (policy.adapter), with exactly the adapters of policy.lora.
 
-Each key of adapter_config.json is compared with policy.lora, or has no effect on loaded factors, or has to be off.
-With any other key the adapter would compute something else than W x + alpha / rank B A x.
+Some keys of adapter_config.json are compared with policy.lora, and some have no effect on loaded factors. All other
+keys have to be off, because the adapter would not compute W x + alpha / rank B A x.
 """
 
 import logging
@@ -41,10 +41,10 @@ _COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules")
 
 
 def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
-    """The reader of policy.adapter, whose tensors are exactly the factors of `adapters`, all finite.
+    """A reader of the folder policy.adapter, which has exactly the factors of `adapters`, all of finite numbers.
 
-    Warns of an adapter that belongs to another base. Raises ValueError for a folder whose rank or alpha differs from
-    policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
+    Warns if the adapter was trained with another base model. Raises ValueError for a folder whose rank or alpha
+    differs from policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
     """
     assert policy.adapter is not None
     assert policy.lora is not None
@@ -57,7 +57,8 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     shapes = {name: shape for rule in adapters.rules for name, shape in rule.hf_shapes.items()}
     if different_names := sorted(shapes.keys() ^ reader.folder.tensors.keys()):
         raise ValueError(
-            f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(different_names)}"
+            f"policy.adapter: {path}: the tensors and policy.lora.targets differ; set the targets to the adapter's "
+            f"layers (missing or unexpected: {listed(different_names)})"
         )
     for name, shape in shapes.items():
         _check_tensor(reader, name, shape, config)
@@ -66,8 +67,8 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     name = re.escape(Path(base).name)
     if base != policy.path and not re.search(rf"(^|/|--){name}(/|$)", policy.path, re.IGNORECASE):
         logger.warning(
-            "policy.adapter: %s was trained beside %s, and policy.path is %s: beside another base an adapter is "
-            "another policy",
+            "policy.adapter: %s was trained with the base model %s, but policy.path is %s; with another base model "
+            "an adapter gives another policy",
             path,
             base,
             policy.path,
@@ -76,12 +77,12 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
 
 
 def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
-    """Raises ValueError for another scaled product B A than policy.lora's, and for keys that add to the product."""
+    """Raises ValueError if rank or alpha differ from `expected`, and for keys that add more than the product B A."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{place}: {key} is {config.get(key)!r}, and policy.lora means {value!r}; set policy.lora.rank and "
-                "policy.lora.alpha to r and lora_alpha there"
+                f"{place}: {key} is {config.get(key)!r}, but policy.lora sets {value!r}; set policy.lora.rank and "
+                "policy.lora.alpha to r and lora_alpha of this file"
             )
     for key in {**_ALLOWED_VALUES, **config}:
         setting = config.get(key)
@@ -91,8 +92,8 @@ def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, 
             usual = setting in _ALLOWED_VALUES[key]
         if not usual and key not in _WITHOUT_EFFECT + _COMPARED:
             raise ValueError(
-                f"{place}: {key} is {str(setting)[:60]}, with which an adapter is more than alpha / rank B A beside "
-                "its base; merge it into the base with PEFT, where PEFT can, and train from that"
+                f"{place}: {key} is {str(setting)[:60]}, but an adapter may only add alpha / rank B A to an "
+                "unchanged base; merge the adapter into the base with PEFT, and set policy.path to the merged model"
             )
 
 
@@ -102,8 +103,8 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
     place = f"policy.adapter: {reader.folder.path / tensor.file}: {name}"
     if tensor.shape != shape:
         raise ValueError(
-            f"{place}: its shape is {list(tensor.shape)}, and beside policy.path it is {list(shape)}; take the "
-            f"adapter's own base, {config.get('base_model_name_or_path')}"
+            f"{place}: the shape is {list(tensor.shape)}, but the model in policy.path needs {list(shape)}; set "
+            f"policy.path to the adapter's base model, {config.get('base_model_name_or_path')}"
         )
     if tensor.dtype not in TORCH_NAMES:
         raise ValueError(f"{place}: its type is {tensor.dtype}; save the adapter in one of {', '.join(TORCH_NAMES)}")
@@ -111,13 +112,13 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
         raise ValueError(f"{place}: the factor has NaN or Inf; take another checkpoint of the adapter")
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     targets = config.get("target_modules")
-    # A string is a regular expression. Expressions from foreign files are not run.
+    # PEFT reads a string as a regular expression. Expressions from foreign files are not run, so any module passes.
     targeted = not isinstance(targets, list) or _names(targets, module)
     excluded = config.get("exclude_modules")
     if not targeted or isinstance(excluded, str) or _names(excluded or (), module):
         raise ValueError(
-            f"{place}: target_modules and exclude_modules of {CONFIG} leave {module} out, where PEFT would load no "
-            "factor; make the tensors and both lists agree"
+            f"{place}: PEFT would not load this factor, because target_modules or exclude_modules of {CONFIG} leaves "
+            f"out {module}; correct the two lists"
         )
 
 

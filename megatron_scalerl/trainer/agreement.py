@@ -28,7 +28,7 @@ def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
             if len(outside):
                 raise ValueError(
                     f"micro-batch {number}: {name}: id {ids[outside[0]]} at position {places[outside[0]]} is outside "
-                    f"the vocabulary of {vocab_size} ids (the first of {len(outside)})"
+                    f"the vocabulary of {vocab_size} ids (the first of {len(outside)} invalid ids)"
                 )
 
 
@@ -49,14 +49,13 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
     for rank, (dp_rank, rank_step, count, digest) in enumerate(facts_of_ranks):
         if [rank_step, count] != facts_of_ranks[0][1:3]:
             raise RuntimeError(
-                f"rank {rank} has {count} micro-batches for step {rank_step}, rank 0 has {facts_of_ranks[0][2]} for "
-                f"step {facts_of_ranks[0][1]}"
+                f"rank {rank} has {count} micro-batches for step {rank_step}, but rank 0 has {facts_of_ranks[0][2]} "
+                f"for step {facts_of_ranks[0][1]}; both numbers have to be equal on all ranks"
             )
         first_digest, first_rank = first_of.setdefault(dp_rank, (digest, rank))
         if digest != first_digest:
             raise RuntimeError(
-                f"rank {rank} and rank {first_rank} have different micro-batches, but both are data-parallel rank "
-                f"{dp_rank}"
+                f"rank {rank} and rank {first_rank} have different batches, but both are data-parallel rank {dp_rank}"
             )
 
 

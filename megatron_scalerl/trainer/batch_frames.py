@@ -25,14 +25,14 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
-# A stand-in rank imports this module, and starts in a second if Megatron is not loaded.
+# The tests' stand-in for a rank imports this module, and starts in a second because Megatron is not loaded.
 if TYPE_CHECKING:
     from megatron_scalerl.distributed.parallel import Parallel
 
 
 @record
 class ReceivedBatch:
-    """A valid batch in the form in which it arrived. Produced by `checked`."""
+    """A checked batch: the received frames, the plan, and the completions. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
     """Frames of the message and of the completions. Their memory is ZeroMQ's, or a peer's receive buffer."""
@@ -58,7 +58,7 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
             raise InvalidMessage(f"{place}: {error}") from error
         if len(completion.token_ids) != sample.tokens:
             raise InvalidMessage(
-                f"{place}: {len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}"
+                f"{place}: {len(completion.token_ids)} tokens arrived, but the batch's plan has {sample.tokens}"
             )
         completions.append(completion)
     return ReceivedBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
@@ -76,8 +76,8 @@ class BatchFrames:
 
     def hold(self, frames: Sequence[Buffer]) -> int:
         """Keep the batch in the frames of a Prepare, and return its step. Raises InvalidMessage as `checked` does."""
-        assert self._parallel.holds_batch, "this rank gets its batches from a peer"
-        assert self._held_batch is None, f"this rank still holds the batch of step {self._held_batch.plan.step}"
+        assert self._parallel.holds_batch, "a Prepare came to a rank that gets its batches from a peer rank"
+        assert self._held_batch is None, f"a Prepare came before step {self._held_batch.plan.step} took its batch"
         self._held_batch = checked(frames)
         return self._held_batch.plan.step
 
@@ -86,12 +86,12 @@ class BatchFrames:
         batch = self._held_batch
         self._held_batch = None
         if batch is None:
-            assert not self._parallel.holds_batch, f"step {step}: this rank holds no batch"
-            # A rank checks the frames from a peer itself.
+            assert not self._parallel.holds_batch, f"step {step}: this rank was sent no batch"
+            # This rank decodes and checks the peer's frames as if the controller had sent the frames.
             batch = checked(shared(None, self._parallel))
         else:
             shared(batch.frames, self._parallel)
-        assert batch.plan.step == step, f"step {step}: this rank holds the batch of step {batch.plan.step}"
+        assert batch.plan.step == step, f"step {step}: the prepared batch is of step {batch.plan.step}"
         return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple, columns=self._columns)
 
 
@@ -126,7 +126,7 @@ def _sizes_and_bytes(frames: Sequence[Buffer] | None, device: torch.device) -> t
 
 
 def _broadcast(sizes: Tensor, payload: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """The first rank's sizes and payload on all ranks of the group."""
+    """Broadcast sizes and payload of the group's first rank. Returns both on every rank of the group."""
     if group.size() == 1:
         return sizes, payload
     first_rank = dist.get_global_rank(group, 0)

@@ -23,7 +23,10 @@ _DENSE = -1
 
 
 class ChangesGather:
-    """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
+    """Exchanges the changed elements of one optimizer's shards among the ranks of the optimizer's group.
+
+    The constructor and each call are collective.
+    """
 
     def __init__(self, record: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
         """Exchange which shards the ranks write.
@@ -31,7 +34,7 @@ class ChangesGather:
         parameters: all parameters that the group shards, in the same order on all ranks. shards: this rank's parts,
         as views of the parameters.
         """
-        assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
+        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard has positions that do not fit int32"
         self._record = record
         self._group = group
         self._shards = list(shards)
@@ -81,7 +84,11 @@ class ChangesGather:
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
-        """Record one rank's changes of a window. The window starts at the rank's change number `begin`."""
+        """Record the changes of one rank that a window contains.
+
+        numbers: changes in each of the rank's shards. begin: number of the window's first change among the changes
+        of all shards.
+        """
         end = begin + window.positions.numel()
         start = 0
         for shard, number in zip(shards, numbers):
@@ -119,6 +126,6 @@ def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tupl
     for shard in shards:
         address, number = order[bisect_right(order, (shard.data_ptr(), len(order))) - 1]
         first = (shard.data_ptr() - address) // shard.element_size()
-        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "not a view of a parameter"
+        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "a shard lies in no parameter"
         places.append((number, first, shard.numel()))
     return places

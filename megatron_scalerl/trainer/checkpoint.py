@@ -153,9 +153,9 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     layout = _layout(trainer.parallel)
     if saved["ep_size"] != layout["ep_size"]:
         raise ValueError(
-            f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {saved['ep_size']}, this "
-            f"trainer of {layout['ep_size']}; take the checkpoint's (tensor, pipeline, context and data-parallel "
-            "sizes may change)"
+            f"{path}: the checkpoint was saved with megatron.parallel.expert_model_parallel_size {saved['ep_size']}, "
+            f"but this run has {layout['ep_size']}; set the size of the checkpoint (only tensor, pipeline, "
+            "context and data-parallel sizes may change)"
         )
     same_layout = saved == layout
     # The engines' weights may differ from the loaded weights anywhere, so the recorded changes are void.

@@ -51,7 +51,8 @@ class TrainerClient:
     `sockets.MAX_QUEUED` messages per rank, and at most one batch's bytes are in this process: the ranks' I/O threads
     drain the socket while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
 
-    rendezvous: of the ranks on one host. None for several, where rank 0 binds a store (MSRL_BIND_HOST).
+    rendezvous: place where the ranks of one host meet. None for several hosts, where rank 0 binds a store
+    (MSRL_BIND_HOST).
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class TrainerClient:
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
         async with self._batch_lock:
-            assert self._prepared_step is None, f"step {self._prepared_step} is prepared and was not called"
+            assert self._prepared_step is None, f"`step` was not yet called for step {self._prepared_step}"
             async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
                 await self._all_received.wait()
@@ -155,7 +156,7 @@ class TrainerClient:
 
     async def step(self, step: int) -> StepReport:
         """Make an optimizer step on the batch prepared for `step`. Raises TrainerError, as all commands do."""
-        assert self._prepared_step == step, f"step {step} was called, step {self._prepared_step} is prepared"
+        assert self._prepared_step == step, f"step {step}: the prepared batch is of step {self._prepared_step}"
         self._prepared_step = None
         self._step_sent.clear()
         return await self._call(partial(messages.Step, step=step), StepReport, when_sent=self._step_sent.set)
@@ -186,7 +187,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """The log-probabilities of `logprobs`, and the entropies (nats) of the same tokens' distributions."""
+        """[2] log-probabilities and entropies (nats), each for all tokens but the first of each token list."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -266,11 +267,11 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """The ranks that wait for no batch: those whose batch has arrived, and those that get none."""
+        """The ranks that need no BatchReceived: the rank's batch has arrived, or the rank gets no batch."""
         return set(range(self.world_size)) - self._awaited_ranks
 
     def _note_received(self, rank: int) -> None:
-        """Note that a rank's batch has arrived. After the last one the next batch may follow."""
+        """Note that a rank's batch has arrived. Once all batches have arrived, the next batch may be sent."""
         self._awaited_ranks.discard(rank)
         if not self._awaited_ranks:
             self._all_received.set()
@@ -312,13 +313,13 @@ class TrainerClient:
         if reason:
             return reason
         if hello.world_size != self.world_size:
-            return f"world size: this rank was started for {hello.world_size} ranks, the run has {self.world_size}"
+            return f"WORLD_SIZE: this process has {hello.world_size}, but the run has {self.world_size} ranks"
         if not 0 <= hello.rank < self.world_size:
-            return f"rank: {hello.rank} is not within 0 to {self.world_size - 1}"
+            return f"RANK: this rank was started with {hello.rank}, but ranks are 0 to {self.world_size - 1}"
         if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
-            return "MSRL_BIND_HOST: rank 0 needs the address where it binds the run's store"
+            return "MSRL_BIND_HOST: set it to an address of rank 0's host, where the ranks of several hosts meet"
         if hello.rank in self._identities:
-            return f"rank {hello.rank}: another process has joined as this rank"
+            return f"rank {hello.rank}: another process has already joined as this rank; start each rank once"
         return None
 
     async def _send(self, rank: int, *frames: messages.Buffer) -> None:
@@ -374,7 +375,7 @@ class TrainerClient:
         if rank is None:
             return sender, None
         if message.rank != rank:
-            raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
+            raise TrainerError(f"trainer rank {rank}: the process sent a message in the name of rank {message.rank}")
         return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:

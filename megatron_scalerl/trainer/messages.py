@@ -55,7 +55,7 @@ class Meet(Message, frozen=True):
     """Controller to rank: join the process group and build the trainer."""
 
     rendezvous: Rendezvous
-    """Place where the ranks meet. On several hosts it is the address in rank 0's Hello, for which all others wait."""
+    """Place where the ranks meet. On several hosts this is the address in rank 0's Hello, for which ranks wait."""
 
 
 class Ready(Message, frozen=True):
@@ -92,14 +92,14 @@ class Failed(Message, frozen=True):
     error: str
     """Last line of the traceback."""
     full: str = ""
-    """The file for which there was no space; empty after another exception."""
+    """Path of the file that could not be written because the disk is full; empty for all other failures."""
 
 
 class Prepare(Message, frozen=True):
-    """Keep a batch until the Step of the same step. It goes to the ranks with `Ready.holds_batch`.
+    """Controller to rank: keep this batch until Step asks for it. Only ranks with `Ready.holds_batch` get batches.
 
-    Answer: BatchReceived. A frame follows for each completion, in the order of `plan.samples`. Its bytes are those of
-    `batching.rollout_bytes`.
+    Answer: BatchReceived. The message is followed by one frame for each completion, in the order of `plan.samples`
+    and in the encoding of `batching.rollout_bytes`.
     """
 
     plan: RankPlan
@@ -125,7 +125,7 @@ class DescribeWeights(Command, frozen=True):
 
 
 class PlanWeights(Command, frozen=True):
-    """Plan updates of workers with these needs. Answer: weights.plan.WeightPlan."""
+    """Plan the weight updates of engine workers that need these tensors. Answer: weights.plan.WeightPlan."""
 
     needs: tuple[Needs, ...]
     """[shards] the tensors that each engine worker needs."""
@@ -138,7 +138,7 @@ class ConnectWeights(Command, frozen=True):
 
 
 class SendWeights(Command, frozen=True):
-    """Send all weights as a version. Answer: SendReport."""
+    """Send the current weights to the engines as a policy version. Answer: SendReport."""
 
     version: int
 
@@ -212,7 +212,7 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     if isinstance(message, Prepare):
         _check_sizes(message, frames[1:])
     elif len(frames) != 1:
-        raise InvalidMessage(f"the message has {len(frames)} frames; only a Prepare has more than one")
+        raise InvalidMessage(f"the message has {len(frames)} frames, but only a Prepare may have more than one frame")
     return message
 
 
@@ -221,11 +221,11 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
     expected = len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
-            f"{place}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
+            f"{place}: {len(completions)} completions and {len(message.sizes)} sizes arrived for {expected} samples"
         )
     for number, (size, completion) in enumerate(zip(message.sizes, completions)):
         if len(completion) != size:
-            raise InvalidMessage(f"{place}: completion {number} has {len(completion)} bytes, its size is {size}")
+            raise InvalidMessage(f"{place}: completion {number} has {len(completion)} bytes instead of {size}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:

@@ -38,7 +38,7 @@ from megatron_scalerl.weights.source import load_hf
 
 
 class PolicyModel(GPTModel):
-    """A pipeline stage of the policy."""
+    """The layers of the policy on one pipeline stage; the last stage also computes log-probabilities and the loss."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PolicyModel(GPTModel):
         )
         self.family = family
         self.adapters: Family | None = None
-        """The family of the adapters, which are then the only trained parameters."""
+        """The weight map of the adapters, which are then the only trained parameters; None without policy.lora."""
         if lora := recipe.policy.lora:
             self.adapters = adapter_family(family, rank=lora.rank, targets=lora.targets)
             for name, parameter in self.named_parameters():
@@ -95,7 +95,9 @@ class PolicyModel(GPTModel):
             # GPTModel's own head would materialize logits [N, vocab].
             self.output_layer.forward = self._use_head
         self.second: tuple[PolicyModel, ...] = ()
-        """The frozen policy of algorithm.kl, which is no part of this module; empty: the base of the adapters."""
+        """The frozen policy of algorithm.kl; empty: this policy without adapters.
+
+        A tuple keeps torch from registering the frozen policy as a submodule."""
         self.parallel = parallel
         self.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
@@ -118,8 +120,8 @@ class PolicyModel(GPTModel):
         tokens and targets [N]; `plan` is the result of the method `plan` for the row, on this device. Row 0 of the
         result: the log-probability of each target given the sequence up to the target; row 1: the entropy. Off the
         plan's loss mask both rows are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and both
-        rows, without gradient; with kl_weights [N], of the second policy's divergence in the loss, row 2 has the
-        divergences.
+        rows, without gradient. kl_weights [N] are the tokens' weights in the divergence from the second policy, which
+        is added to the loss; row 2 then has the divergences.
         expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
         Earlier stages return hidden states.
 
@@ -227,9 +229,9 @@ class PolicyModel(GPTModel):
             super()._set_attention_backend()
 
     def _use_head(self, project: Callable[..., Any]) -> Any:
-        """The output layer's forward: `project` with the head's weight.
+        """Replacement of the output layer's forward, which calls `project` with the head's weight.
 
-        Called through the layer, so that Megatron's hooks run: under overlap_param_gather hooks wait for the weights.
+        A call of the layer runs Megatron's hooks, which wait for the weights under overlap_param_gather.
         """
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
@@ -260,7 +262,7 @@ def row_divisor(config: Any) -> int:
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """`loss` of some tokens of a rank's share, with the tokens' positions in the row."""
+    """Call `loss` for some tokens of a rank's share, with positions in the row instead of positions in the share."""
     return loss(logprobs, entropies, row_places[places])
 
 
@@ -326,7 +328,7 @@ def _check_attention(config: Any, recipe: Recipe) -> None:
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
-    """A second policy on this rank, in the recipe's data type (`plan.settings` has compared the vocabularies)."""
+    """A second policy without gradients, in the recipe's data type; `plan.settings` has compared the vocabularies."""
     family = family_of_folder(hf_path)
     recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": None})})
     options = model_options(family, recipe, parallel)
@@ -377,7 +379,10 @@ def load_megatron(models: Sequence[Any], path: str | Path) -> None:
 
 
 def load_chunks(models: Sequence[Any], state: Mapping[str, Any]) -> None:
-    """Load a state with the template of `sharded_models`; with adapters the state is a part of the models' state."""
+    """Load `state`, in the form of `sharded_models`, into model chunks.
+
+    With adapters, the state may have only a part of the parameters.
+    """
     for key, model in keyed(models).items():
         model.load_state_dict(state[key], strict=unwrap(model).adapters is None)
 

@@ -1,4 +1,4 @@
-"""AdamW through Megatron's optimizers: fp32 main weights under bf16, sharded over data-parallel ranks.
+"""Builds AdamW from Megatron's optimizers: fp32 main weights for bf16 parameters, sharded over data-parallel ranks.
 
 Megatron uses Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW, and has no option for PyTorch's fused
 kernel; `use_fused_adamw` turns that kernel on.
@@ -37,9 +37,9 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.AdamW):
-            assert not inner.state, "AdamW already has step counters in host memory"
+            assert not inner.state, "AdamW has made a step before the fused kernel was turned on"
             for group in inner.param_groups:
-                # PyTorch allows a single True among the two keys; the defaults set both keys of a group.
+                # Every group has both keys, and PyTorch allows only one of the two to be True.
                 group["fused"] = True
                 group["foreach"] = False
 

@@ -1,4 +1,4 @@
-"""The distributed optimizer's state for a checkpoint, in whole tensors, gathered with few copies.
+"""Gathers the state of Megatron's distributed optimizer for a checkpoint, as whole tensors and with few copies.
 
 The life of a state:
 
@@ -11,9 +11,10 @@ Megatron-Core's `DistributedOptimizer.get_parameter_state_dp_zero` zeroes and fi
 shards, the concatenation and the result, each a full copy, while the trainer is stopped. Here each shard is gathered
 in place, and the result is copied once.
 
-Megatron-Core also drops the padding between buckets, which the places of parameters count. With several buckets (on
-GPUs, where gradients are reduced while the backward pass computes), a bucket whose size is no multiple of 128 makes
-Megatron-Core save all later parameters from wrong places. Here each parameter is taken from the right place.
+Megatron-Core also drops the padding between buckets, although each parameter's position in the buffer counts the
+padding. With several buckets (on GPUs, where gradients are reduced while the backward pass computes), a bucket whose
+size is no multiple of 128 makes Megatron-Core save all later parameters from wrong positions. Here each parameter is
+taken from the right position.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ from megatron_scalerl.trainer.optimizer import parts_of
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of a parameter in the optimizer's state: the main weight and the two moments of Adam."""
 _NO_VALUES = torch.zeros(())
-"""Expanded to the shape of a parameter on ranks that write no parameters."""
+"""Scalar that is expanded to a parameter's shape, without memory, on ranks that do not write the parameter."""
 
 
 @contextlib.contextmanager
 def gathered_with_few_copies(optimizer: Any) -> Iterator[None]:
-    """Context in which the optimizer's `sharded_state_dict` has the same content and takes less time and memory."""
+    """Context in which the optimizer's `sharded_state_dict` takes less time and memory; the result is unchanged."""
     parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
     for part in parts:
         part.get_parameter_state_dp_zero = partial(_state_dp_zero, part)
@@ -47,7 +48,10 @@ def gathered_with_few_copies(optimizer: Any) -> Iterator[None]:
 
 
 def live_storages(models: Sequence[Any], optimizer: Any) -> set[int]:
-    """Addresses of the memory that the next step writes to, of unwrapped models and of the optimizer."""
+    """Addresses of the storages that the next step overwrites: the weights of `models` and the optimizer's state.
+
+    models: model chunks without Megatron's wrappers.
+    """
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
@@ -58,9 +62,9 @@ def live_storages(models: Sequence[Any], optimizer: Any) -> set[int]:
 
 
 class _Parameters:
-    """Stands for a buffer's tensor of a key where Megatron reads: the slice of each parameter, in separate memory.
+    """The values of all parameters of a buffer under one key, read by Megatron through slices like one large tensor.
 
-    Megatron would copy the slices of one large tensor again.
+    Each parameter has separate memory, since Megatron would copy slices of one large tensor again.
     """
 
     def __init__(self) -> None:
@@ -73,11 +77,11 @@ class _Parameters:
 def _state_dp_zero(
     part: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
 ) -> Any:
-    """Replaces `get_parameter_state_dp_zero`: the parameters of each buffer, by key, in host memory.
+    """Replacement of Megatron's `get_parameter_state_dp_zero`: the values of each buffer, by key, in host memory.
 
-    Data-parallel ranks that write no parameters have tensors of the same shapes without memory.
+    On data-parallel ranks that write no parameters, the tensors have the right shapes and take no memory.
     """
-    # Other arguments come with a load, and from forms of the state that checkpoints do not use here.
+    # Megatron handles all other arguments, which belong to loading or to other forms of checkpoints.
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         original = DistributedOptimizer.get_parameter_state_dp_zero
         return original(part, use_gloo_comm, empty_data, return_on_all_ranks)
@@ -118,7 +122,7 @@ def _gather_bucket(
     for key, shard in shards.items():
         dist.all_gather(list(gathered_bucket.chunk(ranks)), shard, group=part.data_parallel_group)
         for begin, end in places.values():
-            # Only the first replica is written: more copies would cost the same memory for each rank of a node.
+            # Only data-parallel rank 0 writes to the checkpoint, so only this rank copies the values to host memory.
             values = _NO_VALUES.expand(end - begin)
             if writes:
                 values = gathered_bucket[begin - bucket.offset : end - bucket.offset].to("cpu", copy=True)

@@ -29,7 +29,8 @@ from megatron_scalerl.trainer.ranks import parallel_keywords
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_text(encoding="utf8"))
-"""Lists of options of megatron.model: free, model, unused, elsewhere; and refused -> the reason."""
+"""Options of megatron.model: the lists free, model, unused and elsewhere, which megatron_options.yaml explains, and
+refused options with the reason."""
 FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
 REFUSED: Mapping[str, str] = TABLE["refused"]
 _ATTENTION = frozenset(PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"])
@@ -37,7 +38,7 @@ _WITHOUT_ADAPTERS = (
     *("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
     *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
 )
-"""Options whose layers multiply with the weight alone, past the adapters."""
+"""Options that choose layers without adapters."""
 
 
 @record
@@ -50,11 +51,11 @@ class ModelOptions:
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
-    """Our defaults for this device, overridden by the family's options, then by the free options of megatron.model.
+    """The arguments of GPTModel: defaults for this device, overridden by the family's options and megatron.model.
 
     Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest key; for a key
-    that would make the trainer another model than the policy's config.json, which engines serve; for a key that
-    another section sets; for a parallel size that does not divide the sharded size; and for options that Megatron
+    that would change the model from the policy's config.json, which engines serve; for a key that another section
+    sets; for a parallel size that does not divide the sharded size; and for options that Megatron
     refuses.
     """
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
@@ -75,7 +76,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     # Layers of Transformer Engine get this option later, see `model.accumulate_in_linears`.
     if HAVE_TE:
         settings["gradient_accumulation_fusion"] = False
-    # This recomputation was not compared with the layers of `layers.latent`.
+    # The recomputation of mla_up_proj was never compared with the layers of `layers.latent`.
     if "mla_up_proj" in (settings.get("recompute_modules") or ()):
         raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     if recipe.policy.lora is not None:
@@ -98,9 +99,9 @@ def option_defaults() -> dict[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any], model: Set[str]) -> None:
-    """Raises ValueError for an option that is not free and differs from the value of the policy and our layers.
+    """Raises ValueError for options of other sections, and for values other than the policy and the layers have.
 
-    present_values: option -> that value. model: options that tell models apart.
+    present_values: option -> the value that the policy and the layers here have. model: options that define a model.
     """
     for key, value in options.items():
         if key in ELSEWHERE:
@@ -120,13 +121,13 @@ def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any]
 
 
 def _check_lora(settings: Mapping[str, Any], targets: Collection[str]) -> None:
-    """Raises ValueError for layers that have no exact adapters."""
+    """Raises ValueError for settings under which layers cannot have exact adapters."""
     if settings.get("multi_latent_attention"):
-        raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
+        raise ValueError("policy.lora: adapters of multi-head latent attention are not supported; leave it out")
     if settings.get("num_moe_experts") and not _ATTENTION.intersection(targets):
         raise ValueError(
-            f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core "
-            f"cannot save; add one of {', '.join(sorted(_ATTENTION))}"
+            f"policy.lora.targets: {', '.join(targets)} may be layers of experts only, and Megatron-Core cannot save "
+            f"an optimizer of experts only; add one of {', '.join(sorted(_ATTENTION))}"
         )
     for key in _WITHOUT_ADAPTERS:
         if settings.get(key):
@@ -155,8 +156,8 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
     config = model_options(family, recipe, _first_rank(recipe)).config
     if HAVE_TE and recipe.policy.dtype == "float32":
         raise ValueError(
-            "policy.dtype: Transformer Engine's attention takes packed rows in bfloat16 alone, this is float32; set "
-            "policy.dtype=bfloat16, or MSRL_LAYERS=plain in the environment"
+            "policy.dtype: float32 is refused, since Transformer Engine's attention takes packed rows in bfloat16 "
+            "only; set policy.dtype=bfloat16, or MSRL_LAYERS=plain in the environment"
         )
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
@@ -182,7 +183,10 @@ def _first_rank(recipe: Recipe) -> Parallel:
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
-    """Distributed optimizer and fp32 gradient reduction, overlapped on GPUs; megatron.ddp overrides."""
+    """The configuration of Megatron's DDP; settings of megatron.ddp override the defaults.
+
+    By default the optimizer is distributed, and gradients are reduced in fp32, on GPUs while the backward pass runs.
+    """
     settings: dict[str, Any] = dict(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -195,7 +199,7 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     settings |= recipe.megatron.ddp
     for key in ("use_megatron_fsdp", "use_custom_fsdp"):
         if settings.get(key):
-            raise ValueError(f"megatron.ddp.{key} is not supported: only optimizers are sharded; leave it out")
+            raise ValueError(f"megatron.ddp.{key} is not supported: only optimizer state is sharded; leave it out")
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
     return DistributedDataParallelConfig(**settings)
@@ -232,8 +236,8 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
             )
     if options.get("use_precision_aware_optimizer"):
         raise ValueError(
-            "megatron.optimizer.use_precision_aware_optimizer is not supported: Transformer Engine would keep the "
-            "main weights, where neither weight updates nor checkpoints read them"
+            "megatron.optimizer.use_precision_aware_optimizer is not supported: weight updates and checkpoints "
+            "cannot read main weights that Transformer Engine keeps; leave it out"
         )
     return OptimizerConfig(**settings, **options)
 
@@ -261,13 +265,13 @@ def _device_settings() -> dict[str, Any]:
         bias_dropout_fusion=HAVE_TE,
         moe_grouped_gemm=HAVE_TE,
         moe_permute_fusion=HAVE_TE,
-        # True waits for the whole device after every exchange between stages, for a bug of old PyTorch versions.
+        # With True, Megatron waits for the device after every exchange between stages, as old PyTorch versions need.
         batch_p2p_sync=not HAVE_GPU,
     )
 
 
 def _moe_settings() -> dict[str, Any]:
-    """Settings of experts: no auxiliary loss, and a frozen expert bias. The paper does not state them."""
+    """Settings of experts: no auxiliary loss, and a frozen expert bias. The paper of ScaleRL states neither."""
     return dict(
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

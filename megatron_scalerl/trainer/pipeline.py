@@ -1,4 +1,4 @@
-"""Pipeline stages exchange activations without exchanging the shapes first.
+"""Lets pipeline stages exchange activations without exchanging the shapes first.
 
 With variable_seq_lengths Megatron-Core sends the shape before every exchange: the host waits for the whole device
 twice and reads the answer back (pipeline_parallel/p2p_communication.py:263, 267, 271). But all stages of a pipeline
@@ -19,9 +19,10 @@ Shape = tuple[int, int, int]
 
 
 class KnownShapes(P2PCommunicator):
-    """Megatron's communicator between neighbors, for one run of the schedule without interleaving.
+    """Megatron's communicator between neighboring pipeline stages, with all shapes known beforehand.
 
-    Activations arrive from the previous stage, gradients from the next stage, both in the order of the micro-batches.
+    An object serves one run of the schedule without interleaving. Activations arrive from the previous stage,
+    gradients from the next stage, both in the order of the micro-batches.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]):
@@ -42,7 +43,7 @@ class KnownShapes(P2PCommunicator):
 
 
 def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:
-    """Keywords for Megatron's schedule; {} for interleaved stages and for schedules that exchange no shapes."""
+    """Keywords that pass `KnownShapes` to Megatron's schedule; {} if stages are interleaved or exchange no shapes."""
     if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
         return {}
     divisor = row_divisor(config)

@@ -1,4 +1,4 @@
-"""Traces of a rank's computation in single steps, for telemetry.profile_steps."""
+"""Profiles a rank's computation in the steps that telemetry.profile_steps names."""
 
 import logging
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractContextManager[None]:
-    """A context around a step, which writes a trace if the recipe asks for a trace of that step."""
+    """Context for a step that writes the step's profile if telemetry.profile_steps contains `step`."""
     if step not in recipe.telemetry.profile_steps:
         return nullcontext()
     return profiled(run_dir / "profile" / f"step_{step:06d}", f"rank_{rank}")
@@ -22,9 +22,10 @@ def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractC
 
 @contextmanager
 def profiled(folder: Path, name: str) -> Iterator[None]:
-    """Context that writes torch's trace to FOLDER/NAME.json.gz, and on GPUs the memory to FOLDER/NAME.memory.pickle.
+    """Context that writes torch's trace to FOLDER/NAME.json.gz.
 
-    After an exception there is no trace, only the memory. A file that cannot be written is a line in the log.
+    On GPUs the context also writes a record of memory allocations to FOLDER/NAME.memory.pickle, which is the only
+    file after an exception. If a file cannot be written, the log gets a warning.
     """
     with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as trace:
         yield

@@ -1,4 +1,4 @@
-"""Environment, device and process groups of a trainer rank, by the recipe."""
+"""Sets up the environment, the device and the process groups of a trainer rank, as the recipe says."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""The trainer's form of a micro-batch: columns and plan, prepared on the host, copied to the device at once."""
+"""The trainer's form of a micro-batch: tensors and a plan, prepared on the host for one copy to the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ _LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights",
 
 @record
 class Row:
-    """Columns of `types.MicroBatch` as tensors [N, ...], and the plan and places that the host derives."""
+    """A micro-batch of N tokens: the columns of `types.MicroBatch` as tensors [N, ...], the plan, and `places`."""
 
     tokens: Tensor
     targets: Tensor
@@ -37,9 +37,10 @@ class Row:
     def loss_inputs(
         self, trainer_logprobs: Tensor, places: Tensor | None = None, *, names: Sequence[str] = ()
     ) -> LossInputs:
-        """The loss's inputs at all positions, or at `places` [C] with log-probabilities [C].
+        """The inputs of the loss at all N positions, or at the positions `places` [C].
 
-        names: of the algorithm's columns. A filler micro-batch lacks these columns, and gets zeros.
+        trainer_logprobs: [N], or [C] with `places`. names: names of the algorithm's own columns. A filler micro-batch
+        has no such columns, and gets zeros.
         """
         columns = {name: getattr(self, name) for name in _LOSS_COLUMNS}
         algorithm_columns = self.columns
@@ -65,7 +66,7 @@ def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]
         if array is not None:
             columns[name] = torch.from_numpy(array)
     places = plan.places
-    # A share has the places of this rank alone, and metrics need the places of the whole row.
+    # Under context parallelism plan.places are positions in this rank's share. Metrics need positions in the row.
     if places is None or plan.share.places is not None:
         places = columns["loss_mask"].nonzero()[:, 0]
     return Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)), plan=plan, places=places)

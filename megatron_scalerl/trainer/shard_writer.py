@@ -25,7 +25,7 @@ _WRITER = "write_preloaded_data_multithread"
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
-    """Context in which `dist_checkpointing.save` starts no process, nor does the returned request later."""
+    """Context in which `dist_checkpointing.save` and the returned request write files without starting processes."""
     kept_writer = getattr(FileSystemWriterAsync, _WRITER)
     kept_queue = filesystem_async._results_queue
     setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
@@ -40,7 +40,7 @@ def writing_in_process() -> Iterator[None]:
 
 
 write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""Megatron's writer of a file without the decorator, which turns the process's garbage collection off."""
+"""Megatron's function that writes a file, without the decorator that turns the process's garbage collection off."""
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
@@ -68,7 +68,10 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """The OSError, for example of a full disk, behind the error of torch's archive that cannot be closed."""
+    """The OSError that caused `error`, such as a full disk; None if no OSError did.
+
+    torch reports a full disk as an archive that cannot be closed.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -79,9 +82,10 @@ class ShardWriting:
     """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
 
     def __init__(self, request: AsyncRequest, live: Set[int]):
-        """Copy the live tensors of `request` (of `dist_checkpointing.save` in `writing_in_process`), begin to write.
+        """Copy the live tensors, and start the thread that writes.
 
-        live: addresses of the memory that steps change. Steps may follow once the constructor returns.
+        request: the result of `dist_checkpointing.save` inside `writing_in_process`. live: addresses of the memory
+        that steps change. Steps may follow once the constructor returns.
         """
         self.seconds = 0.0
         """Seconds for which the thread wrote, once the thread is done."""
@@ -123,7 +127,7 @@ def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
         for number, (item, tensor) in enumerate(copied_tensors):
-            # Megatron has copied tensors that are parts of other tensors, and tensors of a device.
+            # `preload_fn` has already copied device tensors and parts of other tensors. Live host tensors are left.
             if tensor.untyped_storage().data_ptr() in live:
                 copied_tensors[number] = (item, tensor.clone())
     return copies

@@ -1,4 +1,4 @@
-"""Copies host tensors to the device: packed into one pinned buffer, in one asynchronous copy.
+"""Copies a micro-batch's host tensors to the device in one asynchronous copy, from one pinned buffer.
 
 A copy from pageable memory makes the host wait until the stream reaches the copy, once for every array of every
 micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read the copy.
@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 
 def staged(tree: T, device: torch.device) -> T:
-    """`tree` with every host tensor on `device`; on a CPU the same object.
+    """`tree` with every host tensor copied to `device`; `tree` itself if the device is a CPU.
 
     A tree is a tensor, or a dataclass or tuple of trees; other values are unchanged. An object that occurs twice is
     copied once and shared again. The call returns before the copy is done.
@@ -37,7 +37,7 @@ def staged(tree: T, device: torch.device) -> T:
 
 
 def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
-    """Adds every tensor of the tree to `tensors`, by id."""
+    """Add every tensor in `tree` to `tensors`, which maps id(tensor) to the tensor."""
     if isinstance(tree, Tensor):
         assert tree.device.type == "cpu", tree.device
         tensors[id(tree)] = tree
@@ -54,7 +54,7 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def _device_copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on the device, through one pinned buffer."""
+    """The copies of host tensors on `device`, made by one asynchronous copy of a pinned buffer."""
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     host = _pinned(total)
@@ -73,7 +73,10 @@ def _pinned(size: int) -> Tensor:
 
 
 def _rebuilt_tree(tree: Any, device_objects: dict[int, Any]) -> Any:
-    """The tree with `device_objects`, by id, in place of host objects. Adds dataclasses to `device_objects`."""
+    """`tree` with every host object replaced by `device_objects[id(object)]`.
+
+    Rebuilt dataclasses are added to `device_objects`, so that an object that occurs twice is rebuilt once.
+    """
     if id(tree) in device_objects:
         return device_objects[id(tree)]
     if is_dataclass(tree) and not isinstance(tree, type):

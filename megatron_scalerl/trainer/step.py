@@ -69,8 +69,8 @@ class Trainer:
 
     `chunks` are the DDP-wrapped model chunks of this rank (one chunk, except in interleaved pipelines). `temperature`
     divides the logits, as in the engine's sampling. `loss_in_chunk`: the loss is a sum over tokens and is computed
-    inside the projection, with the divergence of `kl`; see `logits.api.token_loss`. `loss_metrics` and `columns` as
-    of `ScaleRL`.
+    inside the projection, with the divergence of `kl`; see `logits.api.token_loss`. `loss_metrics` and `columns` are
+    the `metrics` and `columns` of an algorithm such as `ScaleRL`.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class Trainer:
         return self.token_scores(token_ids)[0]
 
     def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] the log-probabilities, and the entropies (nats) of the distributions, of `logprobs`; forward only.
+        """[2] log-probabilities and entropies (nats) of each token list, from the second token on; forward only.
 
-        Every data-parallel rank computes the same; every rank returns the result.
+        Every data-parallel rank computes all token lists, and every rank returns the result.
         """
         rows = scoring_micro_batches(
             token_ids, micro_batch_tokens=self.micro_batch_tokens, pad_multiple=self.pad_multiple
@@ -200,7 +200,7 @@ class Trainer:
     def _train_loss(
         self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
-        """The loss of a micro-batch among `count`, times the numbers by which Megatron will divide."""
+        """The loss of one of `count` micro-batches, multiplied by the numbers by which Megatron will divide."""
         loss = None
         if isinstance(output, tuple):
             loss, output = output
@@ -211,18 +211,18 @@ class Trainer:
             value = result.loss + self._kl.coefficient * weighted_sum(divergences, inputs)
             result = replace(result, loss=value, metrics={**result.metrics, "kl": divergences})
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
-        # A loss with a divergence is always computed in chunks, and never gets here.
+        # A loss with a divergence is always computed in chunks, so `loss` is not None there.
         if loss is None:
             loss = result.loss
         # The result is a new tensor, because the schedule changes it in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-        """The loss of some tokens of a row."""
+        """The summed loss of the C tokens at `places` of a row, as `logits.api.token_loss` asks for."""
         return self._loss(row.loss_inputs(logprobs, places, names=self.columns)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches; with interleaved stages fillers make a multiple of the stages, as Megatron requires."""
+        """The micro-batches, filled up to a multiple of the pipeline stages if Megatron's schedule is interleaved."""
         if len(self.chunks) == 1:
             return [*micro_batches]
         number = -len(micro_batches) % self.parallel.pp_size

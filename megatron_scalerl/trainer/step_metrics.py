@@ -27,7 +27,7 @@ Scalar = Any
 
 @dataclass(frozen=True)
 class Metric:
-    """Scalars with one reduction over micro-batches and ranks, and the value of the reduced scalars."""
+    """A metric: scalars that one operation reduces over micro-batches and ranks, and the value of reduced scalars."""
 
     op: ClassVar[Any]
     """Operation by which parts are reduced: SUM or MAX."""
@@ -104,7 +104,7 @@ class Max(Metric):
 
 Kinds = Mapping[str, type[Metric]]
 OF_LOSS: Mapping[str, type[Metric]] = {"sum": Sum, "mean": Mean, "max": Max}
-"""Name of a kind of `ScaleRL.metrics` -> type."""
+"""Kind of a metric in `ScaleRL.metrics` -> type of the metric."""
 
 STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
 """Name and largest staleness (optimizer steps) of each bucket; older tokens fall into `over_8`."""
@@ -129,7 +129,7 @@ MICRO_BATCH_METRICS: Kinds = {
     for name, kind in (("mismatch", Mean), ("loss_tokens", Sum))
 }
 STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
-"""Metrics that are added once for a step; every rank counts the last."""
+"""Metrics that are added once for a step. All ranks contribute to weights_changed, which has to be the last."""
 
 
 class StepMetrics:
@@ -177,7 +177,7 @@ class StepMetrics:
         metrics["seconds"] = Max(sums.new_full((), seconds))
         metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
-        # Every rank counts the weights that this rank writes: the last parts of the sums stay.
+        # The last two sums are `changes`. Every rank keeps both, and counts only weights that the rank writes.
         if not counts:
             vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:
@@ -199,7 +199,7 @@ class StepMetrics:
 def _micro_batch_metrics(
     inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor, edges: Tensor
 ) -> dict[str, Metric]:
-    """The metrics of one micro-batch, MICRO_BATCH_METRICS."""
+    """The metrics MICRO_BATCH_METRICS of one micro-batch. edges: largest staleness of each bucket."""
     log_ratios = log_ratio(inputs).index_select(0, places).double()
     mismatch = (inputs.trainer_logprobs - inputs.rollout_logprobs).index_select(0, places).abs().double()
     weights = output.is_weights.index_select(0, places).double()
@@ -230,16 +230,16 @@ def _micro_batch_metrics(
 
 
 def _length(kinds: Kinds, op: Any) -> int:
-    """Number of parts with this reduction."""
+    """Number of scalars that the operation `op` reduces."""
     return sum(len(fields(kind)) for kind in kinds.values() if kind.op == op)
 
 
 def _flat(metrics: Mapping[str, Metric], op: Any) -> Tensor:
-    """All parts with this reduction in one vector, in the order of the metrics."""
+    """All scalars that the operation `op` reduces, as one vector in the order of the metrics."""
     return torch.stack([part for metric in metrics.values() if metric.op == op for part in metric.parts])
 
 
 def _named(kinds: Kinds, vectors: Mapping[Any, Iterable[Scalar]]) -> dict[str, Metric]:
-    """The metrics whose parts `_flat` has put into the vectors."""
+    """The inverse of `_flat`: metrics by name, from the vector of each operation."""
     parts = {op: iter(vector) for op, vector in vectors.items()}
     return {name: kind(*islice(parts[kind.op], len(fields(kind)))) for name, kind in kinds.items()}

@@ -1,9 +1,9 @@
-"""Elements of the weights that an optimizer step changes, compared where Megatron writes the new weights.
+"""Finds the elements of the weights that an optimizer step changes.
 
-In bf16 a small step rounds away in most elements: an update has to send the engines the changed elements alone.
-Megatron's optimizers with fp32 main weights round the main weights into the policy's parameters in one place, where
-the old values are compared with the new values. Optimizers without main weights (an fp32 policy, the precision-aware
-optimizer) write in place, and are not counted.
+A small step changes few bf16 weights, because most steps are lost in rounding. A weight update then sends the engines
+only the changed elements. Megatron's optimizers with fp32 main weights round the main weights into the policy's
+parameters in one function, and this module compares old and new values there. Optimizers without main weights (an
+fp32 policy, the precision-aware optimizer) write in place, and are not counted.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.changes import bits_of, find
 
 CHUNK = 1 << 20
-"""Elements compared at once on CPUs, whose caches then hold them."""
+"""Elements compared at once on CPUs, few enough for a CPU's cache."""
 GPU_CHUNK = 1 << 24
-"""Elements compared at once on GPUs; temporary memory is three bytes an element, and the recorded changes."""
+"""Elements compared at once on GPUs, which takes three bytes of temporary memory for each element."""
 
 
 class WeightChanges:
-    """Counts the elements of this rank's parameters, or of this rank's shard, that an optimizer's steps change.
+    """Counts how many of the weights that this rank's optimizer writes are changed by each step.
 
-    `written` records the changes, where updates consist of changes.
+    `written` also records the changed elements, if weight updates send changes instead of all values.
     """
 
     def __init__(self, optimizer: Any, device: torch.device):
@@ -40,7 +40,7 @@ class WeightChanges:
                 self._watch(part, pairs)
 
     def begin(self) -> None:
-        """Set the counts to 0; before a step."""
+        """Set the counts to 0. Call before each optimizer step."""
         self._counts.zero_()
         self.written.begin_step()
 
@@ -49,7 +49,10 @@ class WeightChanges:
         return self._counts
 
     def _watch(self, part: Any, pairs: Any) -> None:
-        """Compare before every write of an optimizer, and register the written shards."""
+        """Make `part`, one of Megatron's optimizers, compare the weights before each write, and register its shards.
+
+        pairs: the optimizer's method that returns (parameters, fp32 main weights).
+        """
         write = part._copy_main_params_to_model_params
 
         def count_and_write() -> None:
@@ -61,7 +64,7 @@ class WeightChanges:
         shards = [values for values, main in zip(*pairs()) if main is not None and values.is_contiguous()]
         for shard in shards:
             self.written.watch(shard)
-        # Only a distributed optimizer has a group and buffers; the buffers for experts may be empty on a stage.
+        # Only a distributed optimizer has a group and buffers. A pipeline stage may have empty buffers for experts.
         group = getattr(part, "data_parallel_group", None)
         parameters = []
         for buffer in getattr(part, "buffers", ()):

@@ -127,7 +127,7 @@ class Worker:
         )
 
     def info(self) -> messages.TrainerInfo:
-        """Facts for the controller, requested once."""
+        """The facts about the trainer that this rank's Ready message contains."""
         return messages.TrainerInfo(
             dp_size=self.parallel.dp_size,
             parameters=sum(math.prod(meta.shape) for meta in self.policy),
@@ -161,11 +161,11 @@ class Worker:
             case messages.SendWeights(version=version):
                 return self.sending.send(version)
             case messages.Save(path=path, extra=extra, copied=copied):
-                assert self._saving is None, "a checkpoint was begun and not finished"
+                assert self._saving is None, "a Save came before the FinishSave of the last checkpoint"
                 self._saving = checkpoint.begin_save(path, self.trainer, extra, copied=copied)
                 return None
             case messages.FinishSave(wait=wait):
-                assert self._saving is not None, "no checkpoint was begun"
+                assert self._saving is not None, "a FinishSave came without a Save"
                 seconds = self._saving.finish(wait=wait)
                 if seconds is not None:
                     self._saving = None
@@ -192,7 +192,10 @@ def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
 
 def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
-    """Build the trainer, then execute commands until Stop. `listening`: socket of the run's store, None elsewhere."""
+    """Build the trainer, then execute commands until Stop.
+
+    listening: socket at which this rank serves the run's store; None if this rank serves no store.
+    """
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 

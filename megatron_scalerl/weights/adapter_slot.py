@@ -1,4 +1,4 @@
-"""The slot in which vLLM holds the policy's adapter, as a model whose live parameters updates write.
+"""vLLM's slot for the policy's adapter, as a module whose parameters weight updates write in place.
 
 Life of the slot:
 

@@ -3,7 +3,7 @@
 Life of the record, from one update to the next:
 
     watch         once: the regions of memory that this rank's optimizer or another rank writes
-    want          when engines connect: whether updates are of changes, and which views this rank's updates will read
+    want          when engines connect: whether updates send changes, and which views this rank's updates will read
     add           in every step, `trainer.weight_changes` finds the changes where Megatron rounds fp32 main weights
                   into the policy's parameters, and adds the changes to the region
     gather        before an update, each rank adds the changes that other ranks made in regions which this rank reads

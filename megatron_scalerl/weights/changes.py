@@ -29,7 +29,7 @@ MOST_CHANGED = 8
 """Where more than 1 / MOST_CHANGED of the elements changed, all elements are sent: coding and writing single elements
 would cost more."""
 SMALL = 1 << 14
-"""Slots of up to this many elements are coded however many elements changed: a norm must not cause a whole bucket."""
+"""A slot of up to this many elements is always coded: one changed norm must not make the whole bucket be sent."""
 _LONG = 255
 """Value of a gap's byte after which the gap continues in the next byte."""
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -72,9 +72,9 @@ def most_coded(elements: int) -> int:
 
 
 def find(old_bits: Tensor, values: Tensor) -> ChangedElements:
-    """The elements that changed.
+    """Find the elements whose bits changed, and write the new bits into `old_bits`.
 
-    old_bits: [n] contiguous (`bits_of`), overwritten by the new bits. values: n elements of any shape.
+    old_bits: [n] contiguous, from `bits_of`. values: the new values, n elements of any shape.
     """
     new_bits = bits_of(values.detach().reshape(-1))
     positions = (old_bits != new_bits).nonzero().flatten()

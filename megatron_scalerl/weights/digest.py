@@ -47,7 +47,7 @@ def mixed(x: int) -> int:
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """[_CHUNK_WORDS] int64 odd factors."""
+    """[_CHUNK_WORDS] int64 odd factors, one for each word of a chunk."""
     words = splitmix64(np.arange(_CHUNK_WORDS, dtype=np.uint64)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
 

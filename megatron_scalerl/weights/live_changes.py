@@ -5,7 +5,8 @@ The time grows with the number of changes, not with the tensors' size.
 Life of a write:
 
     pair     each `Changes` is paired with the live views (`weights.live_map`) that the rectangle may meet
-    group    pairs of one parameter form a group, such as a layer's experts; a view with a table has its own
+    group    pairs of one parameter form a group, such as a layer's experts; a view whose indices are a table instead
+             of a range has a group alone
     row      the numbers of each pair are one row: sizes, first indices, bounds and strides along each axis
     write    positions become indices, and indices an element of the parameter's memory; elements outside of a view
              are dropped; one indexed store writes the group
@@ -27,7 +28,7 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
         for view in views:
             if not _meets(view, changes.ranges):
                 continue
-            # A table of indices serves one view, so a view with a table is no group with other views.
+            # `_write` uses the table of one view for the whole group, so a view with a table is a group alone.
             table_owner = id(view) if _tables(view) else 0
             key = (view.live.untyped_storage().data_ptr(), len(changes.ranges), table_owner)
             groups.setdefault(key, []).append((view, changes))
@@ -88,8 +89,8 @@ def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
 
 
 def _row(view: LiveView, ranges: Ranges) -> list[int]:
-    """The numbers of a pair: the memory's element of index 0, then for each axis the rectangle's size and first
-    index, and the view's bounds."""
+    """The numbers by which `_write` places a pair's changes: the memory's element at index 0, then for each axis size
+    and first index of the rectangle, and first index, end and stride of the view."""
     base = int(view.live.storage_offset())
     row = []
     for (a, b), (view_first, view_end, stride) in zip(ranges, _bounds(view)):
@@ -99,7 +100,7 @@ def _row(view: LiveView, ranges: Ranges) -> list[int]:
 
 
 def _meets(view: LiveView, ranges: Ranges) -> bool:
-    """Whether a rectangle may have elements of the view."""
+    """Whether a rectangle of the tensor may overlap the view."""
     tables = _tables(view)
     for axis, (view_first, view_end, _) in enumerate(_bounds(view)):
         a, b = ranges[axis]

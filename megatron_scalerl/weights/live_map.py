@@ -84,7 +84,7 @@ class Scatter:
             for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
                 minima[axis] += int(positions.min()) - first[axis]
                 maxima[axis] += int(positions.max()) - first[axis]
-        assert all(0 <= a <= b < n for a, b, n in zip(minima, maxima, shape)), f"{self.tensor}: steps beyond {shape}"
+        assert all(0 <= a <= b < n for a, b, n in zip(minima, maxima, shape)), f"{self.tensor} is read beyond {shape}"
         return tuple((a, b + 1) for a, b in zip(minima, maxima))
 
 
@@ -168,7 +168,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         parameter = names.get(destination.untyped_storage().data_ptr())
         if parameter is None:
             raise NotImplementedError(
-                f"weights: {source.hf_name}: the loader copies it into memory that is no parameter's"
+                f"weights: {source.hf_name}: the loader copies this tensor into memory that belongs to no parameter"
             )
         offset, steps = source.steps_in(tuple(destination.shape))
         scatters.append(
@@ -200,13 +200,13 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         load(recordings())
     except (KeyError, ValueError) as error:
         line = f"{type(error).__name__}: {error}"
-        raise ValueError(f"weights: the engine's model does not take {name}: {line}") from error
+        raise ValueError(f"weights: the engine's model refuses tensor {name}: {line}") from error
     except NotImplementedError:
         # NotImplementedError is a RuntimeError, which the next clause would catch.
         raise
     except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
         line = f"{type(error).__name__}: {error}"
-        raise NotImplementedError(f"weights: {name}: the loader cannot be recorded: {line}") from error
+        raise NotImplementedError(f"weights: {name}: the loader's copies cannot be recorded: {line}") from error
     return scatters
 
 
@@ -273,7 +273,7 @@ class _Recording(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if tuple(self.shape) != shape:
                 raise NotImplementedError(
-                    f"weights: {self.hf_name}: a source of shape {tuple(self.shape)} is copied into shape {shape}"
+                    f"weights: {self.hf_name}: the loader copies shape {tuple(self.shape)} into another shape {shape}"
                 )
             if self.flat_index is None:
                 return int(self.storage_offset()), tuple(torch.arange(n) * s for n, s in zip(shape, self.stride()))
@@ -291,12 +291,12 @@ class _Recording(torch.Tensor):
                 sums = sums.unsqueeze(-1) + along
             if not torch.equal(sums, self.flat_index):
                 raise NotImplementedError(
-                    f"weights: {self.hf_name}: the orders of its dimensions depend on each other"
+                    f"weights: {self.hf_name}: the loader reorders elements across dimensions; this is not supported"
                 )
             return offset, tuple(steps)
 
     def flat_indices(self) -> torch.Tensor:
-        """Flat index of every element."""
+        """Index of every element in the flat checkpoint tensor, in this tensor's shape."""
         if self.flat_index is not None:
             return self.flat_index
         with torch._C.DisableTorchFunctionSubclass():
@@ -310,14 +310,17 @@ class _Recording(torch.Tensor):
             destination, source = args[:2]
             if not isinstance(source, cls) or isinstance(destination, cls):
                 raise NotImplementedError(
-                    "weights: the loader copies something else than a recorded tensor into a parameter"
+                    "weights: the loader copies values that are not a checkpoint tensor's, or not into a parameter"
                 )
             source.on_copy(source, destination)
             return destination
         source = next(value for value in _flat_values((args, kwargs.values())) if isinstance(value, cls))
         name = func.__name__
         if name not in _FOLLOWED_FUNCTIONS or "out" in kwargs:
-            raise NotImplementedError(f"weights: {source.hf_name}: the loader calls {name}, which is not followed")
+            raise NotImplementedError(
+                f"weights: {source.hf_name}: the loader's copies cannot be recorded, since the loader calls {name}, "
+                "which may change values"
+            )
         if name in _IDENTITIES:
             return source
         # Without this block, each function of a _Recording would call this method again.
@@ -370,7 +373,9 @@ def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -
     def indices(value: Any) -> Any:
         if isinstance(value, _Recording):
             if value.hf_name != source.hf_name:
-                raise NotImplementedError(f"weights: {source.hf_name}: the loader combines it with {value.hf_name}")
+                raise NotImplementedError(
+                    f"weights: {source.hf_name}: the loader combines this tensor with {value.hf_name}"
+                )
             return value.flat_indices()
         if isinstance(value, list | tuple):
             return type(value)(map(indices, value))

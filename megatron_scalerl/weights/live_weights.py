@@ -5,8 +5,8 @@ Life of the live weights of a worker:
     create     once for a manifest: `LiveWeights` records the loader's copies (`weights.live_map`), turns each copy
                into a `LiveView`, and checks that the views hold every value of the model once
     write      each update's rectangles and changes go into the views, without the loader and without a whole tensor
-    finish     written layers are prepared again for the kernels: on CPUs packed, latent attention's keys and values
-               absorbed
+    finish     vLLM prepares written layers for the kernels again: on CPUs weights are packed, and latent attention
+               gets copies of kv_b_proj
     digest     the views are read, in the memory that the model reads
 
 A view tells which dimension of the parameter runs along which dimension of the tensor, and over which indices. Values
@@ -67,7 +67,7 @@ def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Ten
         axis = _axis_of(scatter.steps[dim], start, shape, strides, taken_axes=axes)
         if axis is None:
             raise NotImplementedError(
-                f"weights: {scatter.tensor}: dimension {dim} of {scatter.parameter} runs along none of its own"
+                f"weights: {scatter.tensor}: dimension {dim} of {scatter.parameter} fits no dimension of this tensor"
             )
         axes.append(axis)
     return LiveView(
@@ -83,7 +83,7 @@ def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Ten
 
 
 def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
-    """The views, one for each block, of a view of experts that vLLM has packed.
+    """Split a view of experts that vLLM has packed into one view for each block of rows.
 
     The experts' shape is [E, N, K]; the packed shape is [E, N / BLOCK_ROWS, K, BLOCK_ROWS].
     """
@@ -94,7 +94,7 @@ def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
     row_dims = [dim for dim, stride in enumerate(unpacked_strides) if stride == width]
     if not set(unpacked_strides) <= {1, width, rows * width} or len(row_dims) > 1 or width == 1:
         raise NotImplementedError(
-            f"weights: {view.tensor}: its view of {view.parameter} is not made of rows and columns"
+            f"weights: {view.tensor}: the elements in {view.parameter} do not form rows and columns"
         )
     end_row = row + prod(view.live.shape[dim] for dim in row_dims)
     # Inside a block the rows are the innermost dimension, and columns are BLOCK_ROWS elements apart.
@@ -131,7 +131,7 @@ def _indices_along(index: torch.Tensor) -> Along:
 
 
 class LiveWeights:
-    """The live parameters of one worker's model, which updates write."""
+    """The parameters of one worker's running model, which weight updates write in place."""
 
     def __init__(self, model: Any, manifest: Manifest):
         """Record the loader's copies and make the views.
@@ -156,22 +156,22 @@ class LiveWeights:
         # copying them.
         if changed_names := [name for name, value in _sums(parameters).items() if value != sums[name]]:
             raise NotImplementedError(
-                f"weights: {changed_names[0]}: the loader does more than copy: it changed while it was recorded"
+                f"weights: {changed_names[0]}: the loader does more than copy: this parameter changed in a dry run"
             )
         if problems := unfilled_parameters(scatters, parameters, model):
             [name, *_] = problems
-            raise ValueError(f"weights: the checkpoint does not fill {name} of the model: {problems[name]}")
+            raise ValueError(f"weights: the checkpoint does not fill {name} exactly once: {problems[name]}")
         by_tensor = live_views(scatters, manifest, parameters, packed)
         rectangles = needs(scatters, manifest)
         self._dtypes = [getattr(torch, meta.dtype) for meta in manifest]
         for (name, views), dtype in zip(by_tensor.items(), self._dtypes):
             if any(torch.promote_types(view.live.dtype, dtype) != view.live.dtype for view in views):
-                raise NotImplementedError(f"weights: {name}: its parameter does not hold all values of {dtype}")
+                raise NotImplementedError(f"weights: {name}: the parameter's type cannot hold all values of {dtype}")
             count = sum(view.live.numel() for view in views)
             read = sum(map(volume, rectangles[name]))
             if count != read:
                 raise NotImplementedError(
-                    f"weights: {name}: the parameters hold {count} values of it, and the loader reads {read}"
+                    f"weights: {name}: the loader reads {read} values, but the parameters hold {count} of this tensor"
                 )
         self.needs = tuple(rectangles[meta.name] for meta in manifest)
         names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
@@ -224,16 +224,16 @@ def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> No
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
-                f"weights: {name}: its type {parameter.dtype} is not one of float32, bfloat16 and float16"
+                f"weights: {name}: the type is {parameter.dtype}, not float32, bfloat16 or float16"
             )
     for name, layer in model.named_modules():
         method = type(getattr(layer, "quant_method", None)).__name__
         if method != "NoneType" and not method.startswith("Unquantized"):
-            raise NotImplementedError(f"weights: {name}: its weights are quantized ({method})")
+            raise NotImplementedError(f"weights: {name}: the weights of this layer are quantized ({method})")
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> the sum of the values' bits. A sum that has changed means that the loader wrote values."""
+    """Parameter -> the sum of all values' bits. A changed sum shows that the loader wrote computed values."""
     bits = {2: torch.int16, 4: torch.int32}
     return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}
 
@@ -252,12 +252,12 @@ def _packed_experts(model: Any) -> set[str]:
         if layer.w13_weight.device.type != "cpu":
             backend = str(getattr(layer.quant_method, "unquantized_backend", "unknown"))
             if not backend.upper().endswith("TRITON"):
-                raise NotImplementedError(f"weights: {prefix}: the order of expert weights of {backend} is not known")
+                raise NotImplementedError(f"weights: {prefix}: the layout of expert weights in {backend} is unknown")
             continue
         in_blocks = getattr(experts, "isa", None) == "vec" and not getattr(experts, "_use_zentorch", False)
         if not in_blocks or not _rows_lie_in_blocks(layer.w13_weight.dtype):
             raise NotImplementedError(
-                f"weights: {prefix}: the order of expert weights of {type(experts).__name__} is not known"
+                f"weights: {prefix}: the layout of expert weights in {type(experts).__name__} is unknown"
             )
         names |= {f"{prefix}.w13_weight", f"{prefix}.w2_weight"}
     return names
@@ -265,8 +265,8 @@ def _packed_experts(model: Any) -> set[str]:
 
 @cache
 def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
-    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS]; the kernel is tried with
-    numbers."""
+    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], found by calling the
+    kernel."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     # bfloat16 holds these numbers exactly.

@@ -74,8 +74,9 @@ def send_plan(
 ) -> SendPlan:
     """The plan of an update from a trainer whose global ranks stand at `places`.
 
-    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: as in `manifest`. Raises ValueError if the weight
-    map and the layout do not make up every needed element exactly once.
+    stage_of_layer: layer -> pipeline stage. needs: [shards] the needs of each shard's workers. dtype: as in
+    `manifest`. most_senders: number of ranks that may send. Raises ValueError if the weight map and the layout do not
+    make up every needed element exactly once.
     """
     parameters = manifest(family, dtype)
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
@@ -109,7 +110,10 @@ def send_plan(
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
-    """The tensors of a policy of this family, layer by layer. dtype: of trained tensors; frozen ones are in fp32."""
+    """The tensors of a policy of this family, layer by layer.
+
+    dtype: type of trained tensors. Frozen tensors are fp32.
+    """
     entries: dict[str, ParamMeta] = {}
     for rule in family.rules:
         if rule.exported:
@@ -155,7 +159,7 @@ def _holders_of(
         for shard, ranks in enumerate(by_shard):
             yield (shard, len(by_shard)), ranks
     else:
-        # Every tensor-parallel rank has the whole parameter. The first copies of all these ranks come first.
+        # Every tensor-parallel rank has the whole parameter. The first data-parallel copies of all ranks come first.
         yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 

@@ -85,7 +85,7 @@ def split(ranges: Ranges, most_elements: int) -> Iterable[Ranges]:
 
 
 def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
-    """Disjoint rectangles that cover the same elements; neighbors along a dimension are merged into one rectangle."""
+    """Disjoint rectangles that cover the elements of `rectangles`; neighbors along a dimension are merged."""
     current = sorted(disjoint(rectangles))
     dimensions = max(map(len, current), default=0)
     for axis in reversed(range(dimensions)):
@@ -101,7 +101,7 @@ def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
 
 
 def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """Disjoint rectangles that cover the same elements, cut at the boundaries of overlapping rectangles."""
+    """Disjoint rectangles that cover the elements of `rectangles`; overlapping rectangles are cut."""
     disjoint_ranges: list[Ranges] = []
     for ranges in sorted(rectangles):
         remainders = [ranges]
@@ -170,7 +170,7 @@ def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
         if meta.name in names:
             raise ValueError(f"weights: {meta.name} is in the manifest twice")
         if meta.dtype not in _ITEM_BYTES:
-            raise ValueError(f"weights: {meta.name}: expected one of {sorted(_ITEM_BYTES)}, found {meta.dtype}")
+            raise ValueError(f"weights: {meta.name}: the type is {meta.dtype}, not one of {sorted(_ITEM_BYTES)}")
         if any(size < 0 for size in meta.shape):
             raise ValueError(f"weights: {meta.name} has a negative size in its shape {meta.shape}")
         names.add(meta.name)
@@ -209,7 +209,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """The plan for one shard alone, which has number 0 there; the shard's buckets stay the same."""
+        """The part of the plan that sends to one shard, which gets number 0. The shard's buckets do not change."""
         parts = tuple(self._by_shard[shard])
         return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 
@@ -318,13 +318,13 @@ def check(plan: WeightPlan) -> None:
         inside = 0 <= part.tensor < tensors and 0 <= part.sender < plan.senders and 0 <= part.shard < shards
         if not inside:
             raise ValueError(
-                f"weights: the plan has {tensors} tensors, {plan.senders} senders and {shards} shards, and no {part}"
+                f"weights: {part} is not in the plan of {tensors} tensors, {plan.senders} senders, {shards} shards"
             )
         sent_rectangles[part.shard][part.tensor].append(part.ranges)
     for shard, needs in enumerate(plan.needs):
         if len(needs) != tensors:
             raise ValueError(
-                f"weights: shard {shard} has needs for {len(needs)} tensors, the plan has {tensors} tensors"
+                f"weights: shard {shard} has needs for {len(needs)} tensors, but the plan has {tensors} tensors"
             )
         for meta, rectangles, tensor_needs in zip(plan.parameters, sent_rectangles[shard], needs):
             _check_cover(meta, rectangles, tensor_needs)
@@ -369,20 +369,22 @@ def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
 
 
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
-    """The reason why an engine takes a tensor in part; empty for an engine that takes all elements. needs: each
-    worker's."""
+    """A message that names a tensor of which an engine needs only a part; empty if the engine needs all elements.
+
+    needs: the needs of each of the engine's workers.
+    """
     for number, meta in enumerate(manifest):
         rectangles = set(chain.from_iterable(worker_needs[number] for worker_needs in needs))
         whole_tensor = tuple((0, size) for size in meta.shape)
         if rectangles != {whole_tensor} and not np.all(_counted(meta, tuple(rectangles))[0]):
             parts = f"the {len(rectangles)} rectangles that the engine's workers need"
-            return f"weights: {meta.name}: {parts} are not all of the shape {meta.shape}"
+            return f"weights: {meta.name}: {parts} do not cover the shape {meta.shape}"
     return ""
 
 
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
-    """All buckets in the order of both sides: the first bucket of each (sender, shard) pair, then each pair's second,
-    ..."""
+    """All buckets in the order in which buckets are sent and received: the first bucket of each (sender, shard) pair,
+    then each pair's second bucket, ..."""
     pairs = [
         list(_pair_buckets(plan, sender, shard, numbers, bucket_mib << 20))
         for (sender, shard), numbers in sorted(plan.pairs.items())
@@ -455,4 +457,4 @@ class SendReport:
     values: tuple[str, ...] = ()
     """[shards] digest of the values that the shard received (hex), independent of the buckets."""
     failure: str = ""
-    """The reason why a group failed, as when an engine ends during the broadcast. No other field counts then."""
+    """The reason why a group failed, as when an engine ends during the broadcast. No other field is valid then."""

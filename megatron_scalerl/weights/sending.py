@@ -52,7 +52,7 @@ class WeightSending:
             try:
                 self._sender = make_sender(connection, number, shards)
             except RuntimeError as error:
-                failure = _logged("a weight group was not formed", error)
+                failure = _logged("a broadcast group for weights was not formed", error)
         return self._shared(failure, torch.zeros(0, dtype=torch.int64))[0]
 
     def close(self) -> None:

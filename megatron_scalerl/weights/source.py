@@ -59,8 +59,7 @@ def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> Non
     names = set(canonical_parameters(chunks, parallel)) - rules
     if extras := sorted(name for name in names if not is_adapter(name)):
         raise ValueError(
-            f"megatron.model: the Hugging Face format of {family.name} has no place for {extras[0]}; an export would "
-            "lose it"
+            f"megatron.model: an export as {family.name} would lose {extras[0]}; leave out the option that adds it"
         )
 
 
@@ -204,7 +203,7 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
     extremes = torch.stack([extremes, -extremes])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if not torch.equal(extremes[0], -extremes[1]):
-        raise RuntimeError("weights: the ranks of the trainer have made different plans")
+        raise RuntimeError("weights: the ranks of the trainer have made different plans of a weight update")
 
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.Tensor]:
@@ -242,7 +241,7 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
     # A tensor is exchanged, because torch would unpickle objects of other ranks.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
-    assert -1 not in stages, f"layers that no pipeline stage holds: {stages.tolist()}"
+    assert -1 not in stages, f"no pipeline stage holds the layers with stage -1: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""The weighted sum of digests on a GPU, a Triton kernel that reads every value once.
+"""Computes the weighted sum of `weights.digest` on a GPU, by a Triton kernel that reads every value once.
 
     sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j]      modulo 2^64
 

@@ -84,7 +84,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._held_version: int | None = None
         """The version of the live parameters; None unless all values came over these groups."""
         self._copies: dict[str, list[str]] = {}
-        """Parameter -> further names, for vLLM's loader (`_tied_names`)."""
+        """Name of a tied parameter -> the further names under which vLLM's loader also needs the parameter."""
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Leave earlier groups and join the senders' groups. Raises ValueError for an invalid connection or plan."""
@@ -171,10 +171,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         needed_names = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
         if sorted(arrivals) != sorted(needed_names):
             raise RuntimeError(
-                f"weight update: {len(arrivals)} tensors arrived for the {len(needed_names)} that the worker needs"
+                f"weight update: the {len(arrivals)} arrived tensors are not the {len(needed_names)} that are needed"
             )
         if loaded_names is not None and (missing_names := sorted(expected_names - loaded_names)):
-            raise RuntimeError(f"weight update: the model's loader did not set {missing_names[:3]}")
+            raise RuntimeError(f"weight update: the model's loader did not set the parameters {missing_names[:3]}")
         self._refuse_partial_layers()
 
     def finish_weight_update(self) -> None:
@@ -287,7 +287,7 @@ def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
             if manager is not None:
                 # vLLM's loader takes no adapters, so the error is final here.
                 raise ValueError(str(error)) from error
-            logger.warning("updates go through vLLM's loader: %s", error)
+            logger.warning("weight updates go through vLLM's loader, not straight into live parameters: %s", error)
             live = None
         model._msrl_live = (manifest, live)
     return cast(LiveWeights | None, live)

@@ -147,7 +147,7 @@ async def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the
 
 NOT_WHOLE = needs_to_json(((((0, 2),),),))
 REFUSALS = [
-    ([REFUSED + "weights: the checkpoint does not fill norm of the model: 4 values are missing"], "4 values"),
+    ([REFUSED + "weights: the checkpoint does not fill norm exactly once: 4 values are missing"], "4 values"),
     ([NOT_WHOLE], r"weights: w: the 1 rectangles .*\(4,\)"),
 ]
 

@@ -151,7 +151,8 @@ def test_a_checkpoint_of_another_expert_parallel_size_is_refused_in_a_line(polic
     path = str(tmp_path / "step_000002")
     run_ranks(2, "trainer_ranks:train_and_save", policies["llama4"], layout(saved), path)
     was, now = (2 if words == "ep2" else 1 for words in (saved, loaded))
-    line = f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {was}, this trainer of {now}; "
+    saved_size = f"megatron.parallel.expert_model_parallel_size {was}"
+    line = f"{path}: the checkpoint was saved with {saved_size}, but this run has {now}; "
     with pytest.raises(AssertionError, match=f"\nValueError: {re.escape(line)}[^\n]*\n*$"):
         run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], layout(loaded), path)
 

@@ -213,7 +213,7 @@ def test_a_plan_compares_the_adapter_with_the_recipe(recipe, tmp_path, capsys, c
     folder(tmp_path / "adapter", r=4)
     capsys.readouterr()
     assert command(plan[0])(plan[1:]) == 2
-    assert "r is 4, and policy.lora means 2" in capsys.readouterr().err
+    assert "r is 4, but policy.lora sets 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

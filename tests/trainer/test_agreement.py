@@ -26,7 +26,7 @@ def test_ids_outside_the_vocabulary_are_named_but_for_targets_without_loss():
     with pytest.raises(ValueError, match=r"micro-batch 1: tokens: id 64 at position 3 .* 64 ids"):
         check_tokens([first, changed(second, "tokens", 3, 64)], 64)
     place = int(np.flatnonzero(second.loss_mask)[2])
-    with pytest.raises(ValueError, match=rf"targets: id -1 at position {place} .*of 1\)"):
+    with pytest.raises(ValueError, match=rf"targets: id -1 at position {place} .*of 1 invalid ids\)"):
         check_tokens([first, changed(second, "targets", place, -1)], 64)
     without_loss = int(np.flatnonzero(~first.loss_mask)[0])
     check_tokens([changed(first, "targets", without_loss, 999)], 64)
@@ -48,8 +48,8 @@ def test_the_digest_sees_every_array_and_the_order():
         ([0, 7, 2, 11], None),
         ([1, 7, 2, 99], None),  # another data-parallel rank: another batch
         ([0, 7, 2, 99], "rank 1 and rank 0 .* both are data-parallel rank 0"),
-        ([1, 7, 3, 11], "rank 1 has 3 .* step 7, rank 0 has 2 .* step 7"),
-        ([1, 8, 2, 11], "rank 1 has 2 .* step 8, rank 0 has 2 .* step 7"),
+        ([1, 7, 3, 11], "rank 1 has 3 .* step 7, but rank 0 has 2 .* step 7"),
+        ([1, 8, 2, 11], "rank 1 has 2 .* step 8, but rank 0 has 2 .* step 7"),
     ],
 )
 def test_ranks_that_differ_are_named(facts, message, new_trainer, monkeypatch):

@@ -82,9 +82,9 @@ def bad_batches():
     where = r"^batch of step 4: "
     return {
         "no frame": ([], "without a frame"),
-        "a completion missing": (frames[:-1], where + "1 completions and 2 sizes .* 2$"),
-        "a completion too many": ([*frames, frames[1]], where + "3 completions and 2 sizes .* 2$"),
-        "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes, .* 76$"),
+        "a completion missing": (frames[:-1], where + "1 completions and 2 sizes .* 2 samples$"),
+        "a completion too many": ([*frames, frames[1]], where + "3 completions and 2 sizes .* 2 samples$"),
+        "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes .* 76$"),
         "a damaged completion": (
             [frames[0], b"\x09" + frames[1][1:], frames[2]],
             where + "completion 0: rollout: format 9 .* 1$",
@@ -97,7 +97,10 @@ def bad_batches():
             with_plan(frames, micro_batches=((replace(first, tokens=-3), second),)),
             where + "completion 0: 3 tokens .* -3$",
         ),
-        "one sample fewer": (with_plan(frames, micro_batches=((first,),)), where + "2 completions and 2 sizes .* 1$"),
+        "one sample fewer": (
+            with_plan(frames, micro_batches=((first,),)),
+            where + "2 completions and 2 sizes .* 1 samples$",
+        ),
         "text for a number": (
             [msgspec.msgpack.encode(raw | {"plan": raw["plan"] | {"step": "4"}}), *frames[1:]],
             "bytes received are no valid message",
@@ -128,7 +131,7 @@ def test_a_rank_holds_one_batch_for_its_step():
     _, frames = two()
     ours = rank()
     assert ours.hold(frames) == 4
-    with pytest.raises(AssertionError, match="still holds the batch of step 4"):
+    with pytest.raises(AssertionError, match="before step 4 took its batch"):
         ours.hold(frames)
     assert ours.take(4).step == 4
     with pytest.raises(AssertionError, match=r"^step 4: .* no batch"):

@@ -110,5 +110,5 @@ def test_a_factor_without_its_partner_and_a_type_that_the_slot_cannot_hold_are_r
     for stacked in manager.modules.values():
         stacked.lora_a_stacked = tuple(a.bfloat16() for a in stacked.lora_a_stacked)
     wide = manifest_of((name, "float32", t.shape) for name, t in tensors.items())
-    with pytest.raises(ValueError, match=r"lora_A\.weight: its parameter does not hold all values of torch\.float32"):
+    with pytest.raises(ValueError, match=r"lora_A\.weight: .* cannot hold all values of torch\.float32"):
         needs_of(model, manifest_to_json(wide))

@@ -90,7 +90,7 @@ class SdpaCoreAttention(torch.nn.Module):
             attention_dropout = config.attention_dropout
         if attention_dropout:
             raise ValueError(
-                f"megatron.model.attention_dropout: {attention_dropout} is not possible with the plain layers; "
+                f"megatron.model.attention_dropout: {attention_dropout} is not supported without Transformer Engine; "
                 "set it to 0"
             )
         self.layer_number = layer_number
@@ -118,7 +118,7 @@ class SdpaCoreAttention(torch.nn.Module):
             query, key, value = (x[:, None] for x in (query, key, value))
         s, b = query.shape[:2]
         split = packed_seq_params is not None and packed_seq_params.context is not None
-        assert split == (self.context_size > 1), "context parallelism splits packed rows only"
+        assert split == (self.context_size > 1), "context parallelism needs a packed row that is split over the ranks"
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).reshape(s, b, -1)
@@ -133,7 +133,7 @@ class SdpaCoreAttention(torch.nn.Module):
         layout = packed_seq_params.layout
         if self.chunked:
             layout = packed_seq_params.chunked
-        assert layout is not None, "this row has the layout of Transformer Engine"
+        assert layout is not None, "this row is for Transformer Engine's attention and has no buckets"
         return self._packed(q, k, v, layout).reshape(s, 1, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
@@ -153,7 +153,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return torch.cat(outputs).index_select(0, layout.restore)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """The attention [n, heads, d] of this rank's tokens.
+        """The attention [n, heads, d] of this rank's tokens under context parallelism.
 
         The gradients of keys and values are summed over the ranks.
         """
@@ -168,7 +168,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return torch.cat([self._span(part, keys, values, span) for part, span in zip(parts, spans)])
 
     def _span(self, query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-        """The attention [queries, heads, d] of consecutive queries, which are the last positions of their keys."""
+        """The attention [queries, heads, d] of the consecutive queries of a span to the span's keys."""
         reach = slice(span.start, span.start + span.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[reach], values[reach]))
         # `is_causal` would align the first query with the first key; here the last query belongs to the last key.

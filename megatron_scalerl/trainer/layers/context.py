@@ -20,12 +20,12 @@ from torch import Tensor
 from megatron_scalerl.record import record
 
 PADDING = -1
-"""Stands for the index of a token that is padding."""
+"""Stands in `Share.places` for a padding token, which has no index in the row."""
 
 
 @record
 class Span:
-    """Consecutive queries of a rank's share, with keys whose last positions are the queries' positions."""
+    """Consecutive queries of a rank's share, and the consecutive keys up to the last query's position."""
 
     queries: int
     start: int
@@ -35,21 +35,24 @@ class Span:
 
 @record
 class Context:
-    """Inputs of attention, in addition to the queries, keys and values of a rank."""
+    """The inputs of context-parallel attention besides the queries, keys and values of a rank."""
 
     group: Any
     """The context-parallel process group."""
     order: Tensor
     """[M] index of each token of the padded row in the concatenated shares of all ranks."""
     spans: tuple[Span, ...]
-    """This rank's queries, in the order of the share."""
+    """Spans that together have all queries of this rank, in the order of the share."""
     chunked: tuple[Span, ...]
-    """This rank's queries where layers attend inside chunks."""
+    """The spans for layers with chunked attention, where a query sees only keys of the query's chunk."""
 
 
 @record
 class Share:
-    """A rank's tokens of a packed row of N tokens: n of the padded row's M."""
+    """The n tokens of a packed row that one context-parallel rank computes.
+
+    The row has N tokens, and M tokens after its sequences are padded.
+    """
 
     starts: list[int]
     """[S+1] starts of the padded sequences, including a sequence of padding at the end; the last start is M."""
@@ -57,18 +60,18 @@ class Share:
     size: int
     group: Any
     length: int
-    """N, tokens of the given row."""
+    """N, the number of tokens of the row before padding."""
     places: Tensor | None = None
-    """[n] index of each token in the given row, PADDING if there is none; None: the share is that row."""
+    """[n] index of each token in the row before padding, or PADDING. None: the share is the whole row, unpadded."""
     position_ids: Tensor | None = None
     """[n] position of each token in its sequence. None if `places` is None."""
     order: Tensor | None = None
-    """The order of `Context.order`. None if `places` is None."""
+    """[M] the same as `Context.order`. None if `places` is None."""
     back: Tensor | None = None
-    """[N] index of each token of the given row in the concatenated shares of all ranks. None if `places` is None."""
+    """[N] index of each token, in row order, in the concatenated shares of all ranks. None if `places` is None."""
 
     def of_row(self, values: Tensor, fill: int = 0) -> Tensor:
-        """[n, ...] of this rank from the given row's [N, ...]; padding is `fill`."""
+        """Select this rank's values [n, ...] from the row's values [N, ...]; padding tokens get `fill`."""
         if self.places is None:
             return values
         share_values = values.index_select(0, self.places.clamp(min=0))
@@ -76,7 +79,7 @@ class Share:
         return share_values.masked_fill(padding, fill)
 
     def whole_row(self, values: Tensor) -> Tensor:
-        """The given row's [N, ...], the same on all ranks, from each rank's [n, ...].
+        """Gather the values [N, ...] of the whole row on every rank, from the values [n, ...] of each rank's share.
 
         The gradient of a rank's part comes from the rank's own result, not from a sum over ranks: every rank computes
         the same results from the whole row.
@@ -131,14 +134,14 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
 
 
 def share_length(starts: list[int], *, size: int, divisor: int) -> int:
-    """Tokens of every rank's share, n of `Share`."""
+    """Number of tokens in each rank's share: the n of `Share`."""
     padded, filler = _padded([b - a for a, b in zip(starts, starts[1:])], size=size, divisor=divisor)
     return (sum(padded) + filler) // size
 
 
 def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], int]:
-    """Lengths of the padded sequences, and of the sequence of padding at the end."""
-    # Two chunks for each rank; without context parallelism only the sum has to be a multiple.
+    """(length of each padded sequence, length of an additional sequence of padding at the end)."""
+    # A sequence is split into two chunks for each rank. Without context parallelism only the sum is padded.
     multiple = 1
     if size > 1:
         multiple = 2 * size
@@ -147,7 +150,7 @@ def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], 
 
 
 def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
-    """[n] indices in the padded row of a rank's tokens."""
+    """[n] index of each of a rank's tokens in the padded row."""
     if size == 1:
         return torch.arange(starts[-1])
     parts = []

@@ -1,10 +1,10 @@
-"""Multi-head latent attention on packed rows: Megatron's, with the row's own angles and whole narrow projections.
+"""Megatron's multi-head latent attention on packed rows, with rotary angles by token and unsharded down-projections.
 
 The life of a row in a layer: `PolicyModel` puts the rotary angles of the row's tokens into the row; Megatron's
 attention projects down and up, and asks for a table of angles; `RowAngles` answers with the row's angles; the core
 attention of `layers.attention` takes values that are narrower than the keys.
 
-Without Transformer Engine Megatron shards the narrow projections, and then gathers their results. The backward pass
+Without Transformer Engine Megatron shards the down-projections, and then gathers the results. The backward pass
 of that gather gives each rank its part of the gradient and does not sum over ranks, though each rank has only its own
 heads' gradient of the keys' rotated part (tensor_parallel/mappings.py, _GatherFromModelParallelRegion).
 Here every rank has these projections whole, as with Transformer Engine.
@@ -47,7 +47,10 @@ class RowAngles(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A projection that every tensor-parallel rank holds whole, under sequence parallelism for local tokens."""
+    """An unsharded projection: every tensor-parallel rank has the whole weight.
+
+    Under sequence parallelism each rank projects only the rank's own tokens.
+    """
 
     def __init__(self, inner: int, out: int, config: TransformerConfig):
         super().__init__(inner, out, bias=False, dtype=config.params_dtype)
@@ -66,7 +69,7 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with `RowAngles` and, without Transformer Engine, `WholeLinear`."""
 
     def __init__(self, config: Any, *args: Any, **keywords: Any):
-        # Megatron's table of YaRN takes a GPU under context parallelism, and is replaced in any case.
+        # For "yarn" Megatron would make a table, which needs a GPU under context parallelism and is not used here.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
         # With this type Megatron's attention takes a factor along with the angles.
@@ -83,13 +86,19 @@ class LatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Any, position_ids: Any, row: PackedRow, **keywords: Any
     ) -> Any:
-        """Tensors rotated by the angles of each token; for each "thd" sequence Megatron would ask the device."""
+        """Queries, keys and values, rotated by the angles of each token.
+
+        The row is passed as "sbhd", because for "thd" Megatron would wait for the device at each sequence.
+        """
         row = copy.copy(row)
         row.qkv_format = "sbhd"
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, row, **keywords)
 
     def _run_core_attention(self, *tensors: Any, attn_mask_type: Any = None, **keywords: Any) -> Any:
-        """On Blackwell values stay unpadded: cuDNN trains keys of 192 with values of 128; Megatron pads to 192."""
+        """Run the core attention. On Blackwell GPUs, values are not padded to the width of the keys.
+
+        cuDNN trains keys of width 192 with values of width 128 there, but Megatron would pad the values to 192.
+        """
         run = super()._run_core_attention
         if capability() >= (10, 0):
             run = self.core_attention
@@ -98,6 +107,6 @@ class LatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The layers of the spec, unchanged.
 
-        Megatron would add a norm before queries that have no narrow projection.
+        Megatron would add a norm before queries that have no down-projection.
         """
         return vars(submodules)

@@ -141,7 +141,7 @@ class Adapters(torch.nn.Module):
         return self._plus(weight.float().t(), products).t().to(weight.dtype)
 
     def _factors(self, factor: str) -> list[Tensor]:
-        """The A or the B of each target, as `factor` says."""
+        """The factors A or B, as `factor` says, of all projections that have an adapter."""
         factors = []
         for name in [f"{projection}_{factor}" for projection, target in self.targets.items() if target]:
             parameter = getattr(self, name)
@@ -151,7 +151,7 @@ class Adapters(torch.nn.Module):
         return factors
 
     def _plus(self, result: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-        """[..., outputs] with the targets' `outputs` added in the layer's order of outputs."""
+        """`result` [..., outputs of the layer] plus the adapters' `outputs`, each added to its projection's part."""
         target_outputs = iter(outputs)
         parts = []
         for part, target in zip(
@@ -165,7 +165,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """The factors with their places in a checkpoint."""
+        """The factors as Megatron's sharded tensors, for a checkpoint."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -191,7 +191,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def with_adapters(linear: type, lora: LoraSection) -> type:
-    """The parallel linear layer `linear` with adapters."""
+    """A subclass of the parallel linear layer `linear` whose result includes adapters."""
 
     class WithAdapters(linear):  # type: ignore[misc]
         def __init__(
@@ -215,7 +215,7 @@ def with_adapters(linear: type, lora: LoraSection) -> type:
                 **options,
                 **keywords,
             )
-            # Megatron tells a layer's name to the buffers of Transformer Engine alone: qkv, proj, fc1, fc2.
+            # Megatron passes a layer's name (qkv, proj, fc1, fc2) only as the name of a communication buffer.
             name = f"linear_{tp_comm_buffer_name}"
             self.lora = Adapters(name, input_size, output_size, lora=lora, group=group, weight=self.weight, **options)
 
@@ -225,14 +225,14 @@ def with_adapters(linear: type, lora: LoraSection) -> type:
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            # Megatron's method treats all parameters but the linear layer's own as whole.
+            # Megatron's method would save the adapters as if no rank had only a shard.
             return state | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
     return WithAdapters
 
 
 def with_lora(provider: Any, lora: LoraSection) -> Any:
-    """The provider of layers whose linear layers have adapters."""
+    """A provider of the layer classes of `provider`, with adapters in all linear layers."""
 
     class WithLora(type(provider)):  # type: ignore[misc]
         def fuse_layernorm_and_linear(self) -> bool:
@@ -270,7 +270,10 @@ def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, paral
 
 
 def _new_factor(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> Tensor:
-    """A part of a new factor in PEFT's distribution; every rank draws the whole factor, the same on every layout."""
+    """A part of a new factor, drawn from PEFT's distribution.
+
+    Every rank draws the whole factor from the same seed, so the values do not depend on the layout.
+    """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)[index]
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

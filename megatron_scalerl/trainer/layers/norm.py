@@ -52,20 +52,20 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
     @classmethod
     def of_heads(cls, heads: int, group: Any) -> type:
-        """A class with this number of heads and this group: Megatron's specs take classes."""
+        """A subclass with `heads` and `group` set, because Megatron's specs take classes."""
         return type(cls.__name__, (cls,), {"heads": heads, "group": group})
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float):
-        """Megatron's attention passes the width of a head as `hidden_size`."""
+        """hidden_size: width of one head, which Megatron's attention passes under this name."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, dtype=config.params_dtype))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., heads of this rank, d] with mean square 1 over the heads of all ranks."""
+        """Scale x [..., heads of this rank, d] to mean square 1 over the heads of all ranks, times the weight."""
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
-        # One function sums in the forward pass and copies in the backward pass, the second the reverse: the mean
-        # and the mean's gradient need sums over all ranks, since the result of every rank depends on the mean.
+        # The first function sums over the ranks in the forward pass, the second in the backward pass: the mean and
+        # the mean's gradient need sums over all ranks, since the result of every rank depends on the mean.
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         weight = self.weight.view(-1, *x.shape[-2:])[self.group.rank()]
@@ -73,7 +73,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 def with_norm(linear: type, norm: Any) -> type:
-    """The linear layer `linear`, followed by `norm`."""
+    """A subclass of the linear layer `linear` that applies `norm` to the result."""
 
     class WithNorm(linear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any):
@@ -82,7 +82,7 @@ def with_norm(linear: type, norm: Any) -> type:
 
         def forward(self, *args: Any) -> Any:
             result, bias = super().forward(*args)
-            assert bias is None, "no family has a bias before such a norm"
+            assert bias is None, "a norm after a linear layer with a bias is not supported"
             return self.norm(result), None
 
     return WithNorm

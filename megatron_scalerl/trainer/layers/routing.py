@@ -60,8 +60,8 @@ class ReplayedRouting(RouterReplay):
             return router_scores, experts
         if self.choices.shape != experts.shape:
             raise ValueError(
-                f"expert_choices: layer {self.layer} has choices {list(self.choices.shape)}, its router makes "
-                f"{list(experts.shape)}"
+                f"expert_choices: the engine's choices for layer {self.layer} have shape {list(self.choices.shape)}, "
+                f"but the router of this layer needs {list(experts.shape)}"
             )
         # A branch on the values would make the host wait for the device in every layer.
         experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
@@ -90,14 +90,14 @@ def freeze_biases(decoder: Any) -> None:
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
     """Raises ValueError for options under which a router would not see the row's choices."""
     if config.num_moe_experts is None:
-        raise ValueError("rollouts.routing_replay: the policy is dense; only a mixture of experts has routers")
+        raise ValueError("rollouts.routing_replay: the policy is dense and has no routers; leave it out")
     if config.moe_router_fusion:
         raise ValueError(
-            "rollouts.routing_replay: a fused router replays nothing; set megatron.model.moe_router_fusion to false"
+            "rollouts.routing_replay: a fused router takes no choices; set megatron.model.moe_router_fusion to false"
         )
     partly = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
     if partly and pipeline_size > 1:
         raise ValueError(
-            "rollouts.routing_replay: in a pipeline the recomputation of moe would meet another micro-batch's "
-            "experts; take moe out of megatron.model.recompute_modules"
+            "rollouts.routing_replay: in a pipeline the recomputation of moe would use another micro-batch's "
+            "choices; take moe out of megatron.model.recompute_modules"
         )

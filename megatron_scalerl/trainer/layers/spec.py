@@ -37,19 +37,19 @@ checkpoints of both: a norm that Transformer Engine fuses into the following lin
 
 
 class PlainSpecProvider(LocalSpecProvider):
-    """Megatron's plain linear layers with our norm and our core attention."""
+    """Megatron's plain linear layers with this package's norm and core attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Our RMSNorm; no supported family has LayerNorm."""
+        """The RMSNorm of `layers.norm`; no supported family has LayerNorm."""
         return SequenceParallelRMSNorm
 
     def core_attention(self) -> type:
-        """Our attention."""
+        """The core attention of `layers.attention`."""
         return SdpaCoreAttention
 
 
 def spec_provider() -> Any:
-    """The BackendSpecProvider for this machine."""
+    """The provider of layer classes for this machine: Transformer Engine's if available, else `PlainSpecProvider`."""
     if not HAVE_TE:
         return PlainSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -85,7 +85,7 @@ def block_submodules(
     """
     if config.num_layers != len(family.layers):
         raise ValueError(
-            f"megatron.model.num_layers: it is {config.num_layers}, but config.json has {len(family.layers)} layers"
+            f"megatron.model.num_layers is {config.num_layers}, but config.json has {len(family.layers)} layers"
         )
     provider = spec_provider()
     if lora is not None:

@@ -87,7 +87,7 @@ def receive(
         base_versions = ", ".join(map(str, sorted(bases)))
         version_held = "no version" if held_version is None else f"version {held_version}"
         raise RuntimeError(
-            f"weight update: the changes are from version {base_versions}, and the worker holds {version_held}"
+            f"weight update: the changes start from version {base_versions}, but the worker holds {version_held}"
         )
     is_whole = ALL_VALUES in bases
     sequence = sequence_numbers(bucket.sender for bucket in order)
@@ -116,8 +116,8 @@ def receive(
         digests.append(bucket_digest(packed, version, sequence[number]))
         if sent_digest != digests[-1]:
             raise RuntimeError(
-                f"weight update: bucket {number} of {len(order)} has digest {digests[-1]:016x}, and the sender's "
-                f"digest is {sent_digest:016x}"
+                f"weight update: bucket {number} of {len(order)} has digest {digests[-1]:016x}, but the sender has "
+                f"{sent_digest:016x}: bytes changed on the way"
             )
         yield from _payloads_of(plan, bucket, packed[:-8])
 
@@ -127,7 +127,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # Fewer bytes than the bucket has mean changes: a sender sends a whole bucket where changes take as many bytes.
+    # A payload smaller than the bucket has changes: a sender sends the whole bucket if changes would not be smaller.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -143,7 +143,7 @@ def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator
     unfinished: dict[int, tuple[torch.Tensor, int]] = {}
     for payload in payloads:
         if isinstance(payload, list):
-            raise RuntimeError("weight update: changes cannot be assembled to whole tensors")
+            raise RuntimeError("weight update: changes arrived, but vLLM's loader takes whole tensors only")
         meta = plan.parameters[payload.tensor]
         if tuple(payload.values.shape) == meta.shape:
             yield meta.name, payload.values
@@ -191,7 +191,7 @@ def _arrive(
         # No digest covers the size, so the size is checked.
         if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
-                f"weight update: {nbytes} bytes of changes are announced for a bucket of {bucket.nbytes} bytes"
+                f"weight update: a sender announced {nbytes} bytes of changes for a bucket of {bucket.nbytes} bytes"
             )
         if nbytes == ALL_VALUES:
             nbytes = bucket.nbytes
@@ -212,7 +212,7 @@ def _base(group: Group, expected: torch.Tensor) -> int:
     *fields, base = head.tolist()
     *expected_fields, _ = expected.tolist()
     if fields != expected_fields:
-        raise RuntimeError(f"weight update: the header is {fields} instead of {expected_fields}")
+        raise RuntimeError(f"weight update: the header is {fields}, but this worker expects {expected_fields}")
     return base
 
 
@@ -223,7 +223,7 @@ def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) ->
 
 
 def sequence_numbers(groups: Iterable[int]) -> list[int]:
-    """The number of each bucket among the buckets of the bucket's group. groups: the group of each bucket, in
+    """[buckets] the number of each bucket in the sequence of the bucket's group. groups: group of each bucket, in
     order."""
     buckets_so_far = Counter[int]()
     numbers = []

@@ -140,7 +140,7 @@ class NcclGroup(Group):
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A block in which NCCL groups are made without torch's watchdog.
+    """Context in which NCCL groups are made without torch's watchdog.
 
     The watchdog ends the process a minute after a failed collective. To switch off the watchdog's error handling
     alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: the watchdog also signals the default group's monitor, and

@@ -31,7 +31,7 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
 
 
 class Sender:
-    """The groups of one sending rank, and the receivers' state. Created by `make_sender`."""
+    """Sends one rank's buckets over the rank's broadcast groups. Created by `make_sender`."""
 
     def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection):
         """groups: the broadcast group of each shard."""
@@ -134,7 +134,7 @@ class Sender:
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert record is not None, "no copy is kept where changes are recorded"
+            assert record is not None, "a bucket has neither a copy nor a record of changes"
             by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):
@@ -199,7 +199,7 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
 
 
 def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[ChangedElements | None]:
-    """[slots] the changes since the copy was made; None for a slot with more changes than are coded.
+    """[slots] the changes since the copy was made; None for a slot with more changes than `most_coded` allows.
 
     The copy then gets the present values.
     """

@@ -134,7 +134,7 @@ class ShmGroup(Group):
         credentials = member.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.geteuid():
-            raise PermissionError(f"the other process is user {user}'s, not user {os.geteuid()}'s")
+            raise PermissionError(f"the peer process runs as user {user}, not as user {os.geteuid()}")
 
     def _map(self, memory: int, buffers: int, size: int) -> None:
         all_bytes = torch.frombuffer(mmap.mmap(memory, buffers * size), dtype=torch.uint8)
@@ -216,14 +216,14 @@ def _received(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         received_bytes = connection.recv(count - len(data))
         if not received_bytes:
-            raise ConnectionError("the connection was closed")
+            raise ConnectionError("the peer process closed the connection")
         data += received_bytes
     return data
 
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """A block with a short path for a folder, because a socket's path has at most 107 characters."""
+    """Context with a short path for a folder, because a socket's path has at most 107 characters."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -233,7 +233,7 @@ def _short(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _failing_as(failure: str) -> Iterator[None]:
-    """A block whose OSError becomes a RuntimeError that begins with `failure`."""
+    """Context in which an OSError becomes a RuntimeError whose message begins with `failure`."""
     try:
         yield
     except OSError as error:
