@@ -49,11 +49,11 @@ def curve_warnings(
     """
     notes = []
     if posterior.observations.initial_given and below_initial(pass_rate, float(posterior.initial.mean())):
-        notes.append("most points lie below R_0: the run lost what it started with, or R_0 is wrong")
+        notes.append("most points lie below R_0, the pass rate before RL: training did harm, or R_0 is wrong")
     if len(compute) < FEW_POINTS:
         notes.append(f"only {len(compute)} points were fitted; {FEW_POINTS} or more are needed to trust a forecast")
     if exponent > STEEP:
-        notes.append(f"B = {exponent:.1f} is above {STEEP:g}: a step rather than a curve; B is not determined")
+        notes.append(f"B = {exponent:.1f} is above {STEEP:g}: the curve is nearly a step, so B is not determined")
     if midpoint > compute.max() or np.mean(posterior.midpoint > compute.max()) > 0.5:
         notes.append("no curvature yet: the midpoint lies beyond the fitted points, so A is not determined")
     fall = falling_tail(compute, pass_rate)
@@ -63,8 +63,8 @@ def curve_warnings(
         )
     elif len(pass_rate) > 3 and pass_rate[-1] < 0.5 * pass_rate[-4:-1].min():
         notes.append(
-            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of those before it: one bad validation, "
-            "or the first of a collapse"
+            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of each of the three before: either one "
+            "validation went wrong, or the run starts to collapse"
         )
     elif (gain := rising_forecast(compute, pass_rate, posterior)) is not None:
         notes.append(
@@ -110,7 +110,10 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
     first_compute = short_number(compute[first])
     largest_share = f"{100 * np.nanmax(truncated):.0f} %"
-    return [f"truncations reach {largest_share} (above 10 % first at {first_compute}): 10-15 % destabilize training"]
+    return [
+        f"up to {largest_share} of the completions are truncated, more than 10 % first at {first_compute} "
+        "of compute: training can become unstable at 10-15 %"
+    ]
 
 
 @record

@@ -72,10 +72,12 @@ def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
             names = candidates
         else:
             listed = some_of(candidates or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
-            raise table_error(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
+            raise table_error(
+                table.path, f"no column name looks like a score; choose one with --score; {listed}", "row 1"
+            )
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
-        raise table_error(table.path, f"no row has a number in {names[0]}")
+        raise table_error(table.path, f"no row has a number in column {names[0]}; choose a column with --score")
     # columns with few rows come last: a validation that has just begun gives way to a curve of training
     return sorted(measured, key=lambda name: is_short(table, name))
 
@@ -112,7 +114,7 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
         if len(equal) > 1 and not is_metric:
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
-            raise table_error(table.path, f"the rows are of several {column}: {choices}")
+            raise table_error(table.path, f"the rows differ in column {column}, with the values {choices}")
         layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
         table = replace(table, rows=tuple(groups[kinds[0]]), layout=layout)
     return table
@@ -153,7 +155,7 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
     if not groups:
         values = sorted({str(row.get(columns[-1])) for _, row in table.rows})[:8]
         raise table_error(
-            table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; its values are {', '.join(values)}"
+            table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; this column has {', '.join(values)}"
         )
     # a value that the user gave is the same for all runs, and so names no run
     starred = [n for n, choice in enumerate(chosen_values) if choice == "*"] or [len(chosen_values) - 1]
@@ -184,7 +186,7 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
     if hours is None:
         return column, 1.0, unit
     if unit != "steps":
-        raise ValueError(f"--hours-per-step multiplies steps; {column} is in {unit_name(unit)}")
+        raise ValueError(f"--hours-per-step needs a column of steps, and {column} is in {unit_name(unit)}")
     return column, hours, "gpu_hours"
 
 
@@ -196,7 +198,9 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
     names = [c for c in names if _grows(_numbers(measured, c))] or names
     if not names:
         listed = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
-        raise table_error(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
+        raise table_error(
+            table.path, f"no column name looks like a compute; choose one with --compute; {listed}", "row 1"
+        )
     alike = [c for c in names if unit_of(c) == unit_of(names[0])]
     # the column with the most numbers is taken, since a row of verl's step 0 lacks some counters
     return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
@@ -212,7 +216,7 @@ def _checked_column(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
     raise table_error(
-        table.path, f"there is no column {name!r} ({option}); {some_of(table.columns, (name,))}", "row 1"
+        table.path, f"{option}: there is no column {name!r}; {some_of(table.columns, (name,))}", "row 1"
     )
 
 
@@ -237,4 +241,4 @@ def check_same(table: TableFile, key: str, values: Sequence[tuple[int, str]]) ->
     first, usual = values[0]
     for number, value in values:
         if value != usual:
-            raise table_error(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)
+            raise table_error(table.path, f"{value} has to equal {usual}, as in row {first}", f"row {number}", key)

@@ -40,12 +40,12 @@ LEAST_VARIANCE = 1e-12
 LARGEST_LOG = 100.0
 """Largest finite logarithm of an interval's end. An end by UNKNOWN_VARIANCE lies beyond and counts as infinite."""
 SENTENCES = {
-    "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
-    "ceiling": "Moves the ceiling: {}.",
-    "efficiency": "Changes the efficiency: {}.",
-    "level": "Changes the pass rate at the budget: {}.",
-    "equal": "Neither, within the margins: {}.",
-    "unclear": "Cannot be told apart from the reference with these seeds: {}.",
+    "once": "Not decided, as the recipe or its reference has one run: {}. Two seeds are needed; 3 are better.",
+    "ceiling": "The ceiling differs from the reference's: {}.",
+    "efficiency": "The efficiency differs from the reference's: {}.",
+    "level": "The pass rate at the budget differs from the reference's: {}.",
+    "equal": "Ceiling and efficiency equal the reference's, within the margins: {}.",
+    "unclear": "These seeds are too few to tell whether there is a difference from the reference: {}.",
 }
 """Finding -> the sentence that lists the recipes with this finding."""
 Fits = tuple[FitResult, ...]
@@ -174,7 +174,7 @@ class Quantity:
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
             return rng.permutation(posterior)
-        assert mean is not None, "a level is finite"
+        assert mean is not None, "a pass rate at a compute is finite"
         return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:
@@ -390,7 +390,9 @@ def _name_of(arms: Sequence[Arm], name: str) -> str:
     for arm in arms:
         if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
-    raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
+    raise ValueError(
+        f"--reference: no recipe or run is named {name!r}; choose one of {', '.join(arm.name for arm in arms)}"
+    )
 
 
 def _differences(quantity: Quantity, arms: Sequence[Fits], reference_indices: Sequence[int]) -> dict[int, Difference]:
@@ -416,7 +418,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     reference = comparison.arm(arm.reference)
     if min(arm.runs, reference.runs) < 2:
         position = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {reference.name}: one run decides nothing. A {ceiling.value:+.3f},"
+        text = f"{arm.name} against {reference.name}: one run decides nothing. A differs by {ceiling.value:+.3f},"
         text += f" {position} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
         return f"{text} {_level(comparison, arm)}"
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
@@ -435,9 +437,9 @@ def left_out(comparison: Comparison) -> list[str]:
     compared_runs = {arm.name: arm.runs for arm in comparison.arms}
     lines = []
     for name, runs in comparison.falling.items():
-        text = f"{name} is not compared and no reference, as every run of it falls"
+        text = f"{name} is not compared, not even as a reference, because the pass rates of all its runs fall"
         if name in compared_runs:
-            text = f"{name}: {len(runs)} of {len(runs) + compared_runs[name]} runs fall and are left out"
+            text = f"{name}: {len(runs)} of {len(runs) + compared_runs[name]} runs are left out, as pass rates fall"
         lines.append(f"{text}: {', '.join(runs)}.")
     return lines
 
@@ -476,28 +478,28 @@ def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
 def _variance(comparison: Comparison) -> str:
     if math.isnan(comparison.between_runs):
         return (
-            "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
+            "Nothing is decided, as every recipe has one run: the difference between runs of one recipe is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
     text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation)."
     if len(comparison.arms) == 1:
         return text
     return (
-        f"{text} That any declared difference in A is wrong has a probability of about {ERROR:.0%}, more if one "
-        "looks after every run; so for the other numbers."
+        f"{text} The probability that any declared difference in A is wrong is about {ERROR:.0%}, and higher if one "
+        "compares after every run. The same holds for efficiency and pass rate."
     )
 
 
 def _efficiency(difference: Difference | None, target: str) -> str:
     if difference is None:
-        return f"Its compute to {target} is not compared: a run never gets there."
+        return f"Its compute to {target} is not compared, because a run never reaches this pass rate."
     factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
         return f"It is {word} efficient: {factor} (p = {difference.p:.2g})."
     if difference.within(SAME_COMPUTE):
-        return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
-    return f"Its efficiency cannot be told apart: {factor}."
+        return f"It is as efficient as the reference, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
+    return f"Whether its efficiency differs cannot be told: {factor}."
 
 
 def _level(comparison: Comparison, arm: ComparedArm) -> str:

@@ -123,7 +123,7 @@ def _verdict(fit: FitResult, budget: float, worth: float, probability: float, ga
         lasting = fit.fall.compute / (1.0 - LASTING)
         if fit.compute.max() >= lasting:
             return "stop", f"{fit.fall}; find the instability before spending more"
-        advice = f"dips recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
+        advice = f"short dips can recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
         return "too early to say", f"{fit.fall}; {advice}"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     chance = f"{100 * probability:.0f} %"

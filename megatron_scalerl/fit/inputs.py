@@ -45,7 +45,7 @@ from megatron_scalerl.fit.table_file import (
 
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
-CLOCK = "a time of day is no compute since the start; export steps or the relative time, or choose with --compute"
+CLOCK = "a time of day is not a compute; export steps or the time since the start, or use another --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(description of a valid number, predicate of a valid number)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
@@ -79,7 +79,7 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     left_out = [*map(str, problems), *short]
     if len(short) == len(curves) or not left_out:
         return curves
-    note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
+    note = f"{len(left_out)} runs of {path.name} were left out; the first: {left_out[0]}"
     first, *later_curves = (curve for curve in curves if len(curve.compute) >= FEW_ROWS)
     return [replace(first, notes=(*first.notes, note)), *later_curves]
 
@@ -124,8 +124,8 @@ def unconfirmed(row: Mapping[str, Any]) -> str:
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
     return (
-        f"the second judge confirms {share:.0%} of the paid answers of step {row['step']}, and a curve of "
-        "unconfirmed rewards forecasts nothing"
+        f"the second judge confirms {share:.0%} of the rewarded answers of step {row['step']}, too few to trust "
+        "the pass rates and the forecast"
     )
 
 
@@ -220,7 +220,7 @@ def _further(table: TableFile, columns: list[str]) -> list[str]:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
     if columns:
         remainder = f" and {len(columns) - 2} more" if len(columns) > 2 else ""
-        texts.append(f"also there: {', '.join(columns[:2])}{remainder} (--score)")
+        texts.append(f"further scores: {', '.join(columns[:2])}{remainder} (--score)")
     return texts
 
 
@@ -255,8 +255,8 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
     for point in points:
         if not 0.0 <= point.pass_rate <= 1.0:
             problem = (
-                f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range (of percent "
-                "0,100), --score takes another column"
+                f"{point.pass_rate:g} is not a pass rate in [0, 1]; give the score's range with --score-range=LO,HI "
+                "(0,100 for percent), or choose another column with --score"
             )
             raise table_error(table.path, problem, f"row {point.row[0]}", score)
     if len(points) < len(table.rows):
@@ -297,13 +297,13 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
         return means, [f"several rows of one {compute}: their mean was fitted"]
     notes = []
     if repeated:
-        notes.append(f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts")
+        notes.append(f"{len(points) - len(latest)} rows were replaced by later rows with the same {compute}")
     elif went_back:
         notes.append(f"rows were not sorted by {compute}; they were sorted")
     lineage = sorted({point.compute for point in _lineage(points)})
     if len(lineage) < len(latest):
         left_out = len(latest) - len(lineage)
-        notes.append(f"{left_out} rows of an attempt that a later one replaced were left out")
+        notes.append(f"{left_out} rows were left out, because a resumed run replaced them")
     return [latest[x] for x in lineage], notes
 
 
@@ -331,7 +331,7 @@ def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | 
     if is_missing(value):
         return None
     parsed = plain_value(value)
-    problem = f"{value!r:.80} is no finite number"
+    problem = f"{value!r:.80} is not a finite number"
     if isinstance(parsed, float | bool) and math.isfinite(parsed):
         if check is None or check[1](parsed):
             return float(parsed)

@@ -223,7 +223,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     if highest is not None:
         nodes = [node for node in zip(initials, weights) if node[0] < highest]
         if not nodes:
-            raise ValueError(f"fixed asymptote: {highest!r} is not above R_0, {min(initials):.3f}")
+            raise ValueError(f"fixed asymptote: {highest!r} is not above R_0 ({min(initials):.3f})")
         initials, weights = zip(*nodes)
     return Observations(
         log_compute=np.log(c) - np.log(c.max()),

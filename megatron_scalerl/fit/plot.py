@@ -27,8 +27,8 @@ GRID_INK = "#d9d9d9"
 SIZE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 200
 SOLID_AND_DASHED = (
-    "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
-    "curves that fit."
+    "Solid: the fitted sigmoid. Dashed: the forecast, which starts at the run's present level and is the median of "
+    "all sigmoids that agree with the points."
 )
 """The note on the two lines of a figure."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]

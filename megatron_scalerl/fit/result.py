@@ -94,14 +94,14 @@ class FitResult:
         """
         computes = np.asarray(compute, dtype=float).reshape(-1)
         if not np.all(np.isfinite(computes) & (computes > 0)):
-            raise ValueError(f"predict: compute has to be greater than 0, and {computes.tolist()} is not")
+            raise ValueError(f"predict: every compute has to be finite and above 0, unlike in {computes.tolist()}")
         sizes = None
         if completions is not None:
             if self.posterior.observations.completions is None:
-                raise ValueError("predict: completions: the fit was given no prompts and generations")
+                raise ValueError("predict: completions require a fit with prompts and generations")
             sizes = np.asarray(completions, dtype=float)
             if sizes.shape != computes.shape:
-                problem = f"one number for each of {len(computes)} computes is needed, not {sizes.shape}"
+                problem = f"the shape is {sizes.shape}; give one number for each of {len(computes)} computes"
                 raise ValueError(f"predict: completions: {problem}")
             valid = np.isfinite(sizes) & (sizes >= 1)
             if not np.all(valid):

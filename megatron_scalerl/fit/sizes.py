@@ -82,8 +82,8 @@ class Ladder:
         columns = ("size", "A", "level at the end", "by the other sizes", "error", "error as the largest")
         lines: list[Table | str] = [
             Table(title="Across sizes", columns=columns, rows=tuple(rows)),
-            f"Each size left out: mean error {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
-            f"Twice the size leaves {_text(self.doubling)} of the failures.",
+            f"Mean error for a left-out size: line {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
+            f"Doubling the size multiplies the share of failures by {_text(self.doubling)}.",
         ]
         if self.next_level is not None:
             lines.append(f"forecast of size {self.next_size:g}: {_text(self.next_level)} at the end of its run")
@@ -116,8 +116,8 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
     line_error = float(np.mean(abs(levels - [level.value for level in by_line])))
     largest_error = float(np.mean(abs(levels - by_largest)))
     if line_error > largest_error:
-        errors = f"{line_error:.3f}, is larger than that of 'as the largest', {largest_error:.3f}"
-        raise ValueError(f"--across-sizes: no line, as its mean error for a size that is left out, {errors}")
+        errors = f"{line_error:.3f}; the level of the largest other size misses by {largest_error:.3f}"
+        raise ValueError(f"--across-sizes: no line is drawn, as a line misses a left-out size by {errors}")
     forecast, doubling = line_at(rungs, forecast_size)
     return Ladder(
         sizes=rungs,

@@ -162,12 +162,12 @@ def read_tables(path: Path) -> list[TableFile]:
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise table_error(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
+        raise table_error(path, f"byte {error.object[error.start]:#04x} is not UTF-8; convert the file") from None
     start = text.lstrip()[:1]
     if not start:
         raise table_error(path, "the file is empty; it has to have a header and rows")
     if suffix in (".log", ".out", ".err"):
-        raise table_error(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
+        raise table_error(path, "no line has metrics, such as step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
     if suffix in (".jsonl", ".ndjson"):
         return [_from_jsonl(path, text)]
     if start in "[{" or suffix == ".json":
@@ -202,14 +202,16 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     if len(header) < 2:
         problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
     elif duplicates:
-        problem = f"column {duplicates[0]!r} is there {header.count(duplicates[0])} times"
+        problem = f"column {duplicates[0]!r} occurs {header.count(duplicates[0])} times; names have to differ"
     elif not rows:
         problem = "there are no rows below the header"
     if problem:
         raise table_error(path, problem, "row 1")
     for number, cells in rows:
         if len(cells) != len(header):
-            raise table_error(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
+            raise table_error(
+                path, f"the row has {len(cells)} cells, and the header has {len(header)}", f"row {number}"
+            )
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", ((number, dict(zip(header, cells))) for number, cells in rows))
@@ -490,4 +492,4 @@ def some_of(names: Sequence[str], targets: Sequence[str]) -> str:
     def nearness(name: str) -> float:
         return max(SequenceMatcher(None, words(name), target).ratio() for target in targets)
 
-    return f"the nearest: {', '.join(sorted(names, key=nearness)[:-4:-1])}"
+    return f"the columns with the nearest names: {', '.join(sorted(names, key=nearness)[:-4:-1])}"

@@ -190,7 +190,7 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
         ),
     )
     summaries = [
-        summary(comparison, arm) + (arm.change and f" Its recipe has {arm.change}.") for arm in comparison.arms
+        summary(comparison, arm) + (arm.change and f" Its recipe sets {arm.change}.") for arm in comparison.arms
     ]
     return (*left_out(comparison), table, *conclusions(comparison), *summaries)
 
@@ -199,7 +199,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
     if came is not None:
-        title += f"; {came:.3f} came"
+        title += f"; measured at the end: {came:.3f}"
     rows = []
     for outlook in outlooks:
         error = ""
