@@ -1,6 +1,6 @@
 """Backtest: the forecast of the level on which a run ends, made from every shorter prefix of the run.
 
-The level is the mean of the last three points at their mean compute: a single point may be a bad validation.
+The level is the mean of the last three points at their mean compute, because a single point may be a bad validation.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ from megatron_scalerl.record import record
 MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""
 MIN_POINTS = 4
-"""Points of the shortest prefix."""
+"""Number of points of the shortest prefix that is fitted."""
 LAST_POINTS = 3
-"""Points at the end of a run whose mean is forecast."""
+"""Number of points at the end of a run whose mean pass rate is forecast."""
 
 
 @record
@@ -47,7 +47,7 @@ class Backtest:
     points: tuple[BacktestPoint, ...]
     """One forecast for each prefix, the shortest prefix first."""
     fall: Fall | None = None
-    """The fall of the pass rate in the whole run."""
+    """The fall of the pass rate after a peak, found in all points of the run; None without a fall."""
 
     @property
     def settled_from(self) -> float | None:

@@ -33,7 +33,7 @@ from megatron_scalerl.fit.tables import (
 )
 
 COVERAGE = "in runs of other projects, fitted up to half, 89 % of later points lay inside; up to a third, 82 %"
-"""How often the intervals contain the later points, for `--help`."""
+"""Text for `--help` on how often the intervals contain later points."""
 EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
@@ -145,7 +145,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read(options: argparse.Namespace) -> list[Curve]:
-    """The curves of all inputs; the options' validation size and R_0 replace values of the files."""
+    """Read the curves of all inputs. Options for validation size and R_0 replace values in the files."""
     series = []
     for pair in options.series:
         column, equals, value = pair.partition("=")

@@ -41,11 +41,11 @@ def fit(
     pass_rate:   [n] validation pass rate (mean@k) in [0, 1].
     initial:     R_0, the run's own pass rate before RL. None: the point at compute 0; without such a point R_0 is
                  averaged over a range below the first point, with a warning.
-    prompts, generations: validation size, generations as one number or [n]; gives the noise of a point.
+    prompts, generations: size of a validation, which determines the noise; generations: one number or [n].
     initial_generations: generations per prompt of R_0; default: the median of `generations`.
     within_variance: [n] mean over prompts of one completion's variance, NaN where not measured;
                  initial_within_variance: the same variance at R_0. Both are as in validation.jsonl.
-    truncated_share: [n] share of truncated completions of each point, for the warning.
+    truncated_share: [n] share of truncated completions of each point; more than 10 % gives a warning.
     name, unit:  copied to the result.
     options:     keyword arguments of `fit_curve`.
     Raises ValueError, one line, for input that cannot be fitted.
