@@ -147,9 +147,7 @@ def _fit(
             highest = float(ASYMPTOTES[-1])
             start = float(y[0]) if curve.initial is None else curve.initial
             if start >= highest:
-                raise ValueError(
-                    f"method paper: R_0 is {start:.3f}; R_0 has to be below the grid's highest A, {highest:g}"
-                )
+                raise ValueError(f"method paper: R_0 is {start:.3f}; A's grid ends at {highest:g}: use method robust")
     observations = observe(curve, prior, highest=highest)
     if method == "paper":
         points = (observations.compute, observations.pass_rate)
