@@ -141,7 +141,7 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """Plan a recipe with the recipe's split if this takes `gpus` GPUs, else with the fastest split. Raises ValueError."""
+    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
