@@ -2,10 +2,12 @@
 
 table_file, inputs      read tables and run folders
 sigmoid                 the curve
-forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
+forecast                fit(), the entry point
+prior, posterior, paper the methods "robust" (prior and posterior) and "paper"
 result, checks          the result and the warnings of a fit
-decide, backtest, outlook
-arms, compare           recipes with several runs each, compared
-tables, plot            rows as text, JSON and HTML pages; figures
+decide                  whether to continue a run
+backtest, outlook       earlier forecasts of a run, and the forecast of the end of a run under way
+arms, compare           runs grouped by recipe, and the comparison of recipes
+tables, plot            results as text, JSON and HTML pages; figures
 command                 the command line
 """

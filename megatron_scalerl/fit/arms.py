@@ -1,8 +1,8 @@
 """Runs grouped by recipe: an arm is a recipe with its runs, which differ in the seed alone.
 
-A run folder's recipe.yaml holds the settings of the run; a key that an older version lacked counts with the value
-that was in effect. `IGNORED_SETTINGS` do not make another recipe: the seed, names and folders, the files of task and
-policy, the length of a run, the schedule of validations, limits of time.
+A run folder's recipe.yaml holds the settings of the run. A setting that did not exist in the version of the run
+counts with the value that was in effect. Runs of one recipe may differ in `IGNORED_SETTINGS`: the seed, names and
+folders, the files of task and policy, the length of a run, the schedule of validations, limits of time.
 """
 
 import json
@@ -26,9 +26,9 @@ IGNORED_SETTINGS = (
 )
 """Settings and sections that may differ between runs of a recipe, as may keys ending in timeout_s or max_restarts."""
 SEED_LABEL = "(?:seed|s)?"
-"""Text before the number of a seed in a run's name."""
+"""Pattern of the text before the number of a seed in a run's name, as in `dapo_seed1`."""
 MAX_DIFFERENCES_LENGTH = 200
-"""Characters of the longest text of `differences`."""
+"""Largest number of characters of the text that `differences` returns."""
 
 
 @record
@@ -47,11 +47,11 @@ class Arm:
 
 
 def arms_of(curves: Sequence[Curve]) -> list[Arm]:
-    """The arms, in the order of the first run of each arm; an arm's runs are sorted by seed.
+    """Group runs into arms, in the order of the first run of each arm; an arm's runs are sorted by seed.
 
-    A run whose arm is known, as in a study, belongs to that arm. Where two runs of one recipe share a seed, the files
-    of task and policy divide the runs, and then the names that end with the seed. A run without a recipe is a
-    separate arm, unless the run's table has a column for the seed.
+    A run whose arm is known, as in a study, belongs to that arm. If two runs of one recipe share a seed, the runs are
+    divided by the files of task and policy, and then by the text before the seed in the runs' names. A run without a
+    recipe is a separate arm, unless the run's table has a column for the seed.
     """
     groups = _split(_split(_split([curves], _key), _start, _has_repeated_seed), _stem, _names_end_with_seed)
     arms = []
@@ -64,7 +64,7 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
 def numbered_names(names: Sequence[str]) -> list[str]:
     """The names; a name that occurs several times gets a number.
 
-    >>> numbered(["a", "b", "a"])
+    >>> numbered_names(["a", "b", "a"])
     ['a (1)', 'b', 'a (2)']
     """
     return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
@@ -75,7 +75,7 @@ def _split(
     key: Callable[[Curve], str],
     divisible: Callable[[Sequence[Curve]], bool] = bool,
 ) -> list[list[Curve]]:
-    """The groups; every divisible group is split by the key."""
+    """The groups, after each group for which `divisible` is true has been split by `key`."""
     parts = defaultdict[Any, list[Curve]](list)
     for number, group in enumerate(groups):
         divide = divisible(group)
@@ -89,12 +89,12 @@ def _has_repeated_seed(group: Sequence[Curve]) -> bool:
 
 
 def _names_end_with_seed(group: Sequence[Curve]) -> bool:
-    """Whether a seed repeats and every name ends with the seed: then the text before the seed names an arm."""
+    """Whether two runs share a seed, and every name ends with the seed, so that the text before names an arm."""
     return _has_repeated_seed(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """The settings of the recipe that differ from the reference's, such as `loss.name: dapo`; empty if unknown."""
+    """Text with the settings that differ from the reference's, such as `loss.name: dapo`; empty if unknown."""
     recipe = arm.recipe
     reference_recipe = reference.recipe
     if not recipe or not reference_recipe:
@@ -105,12 +105,12 @@ def differences(arm: Arm, reference: Arm) -> str:
 
 
 def is_ignored_setting(key: str) -> bool:
-    """Whether runs that differ in this key path, such as `trainer.world_size`, share a recipe."""
+    """Whether runs still share a recipe if they differ in this setting, such as `trainer.micro_batch_tokens`."""
     return key.endswith(("timeout_s", "max_restarts")) or _within(key, IGNORED_SETTINGS)
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
-    # the dots let whole words match alone: the section `name` does not contain the key `names`
+    # the dots make only whole words match: the section `name` does not contain the key `names`
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
@@ -151,7 +151,7 @@ def _name(group: Sequence[Curve]) -> str:
         return group[0].arm
     label = SEED_LABEL
     if len(group) == 1:
-        # a bare number at the end of a single name may be no seed
+        # a bare number at the end of a single run's name may not be the seed
         label = "seed"
     stems = {_stem(curve, label) for curve in group}
     if len(stems) > 1:

@@ -1,6 +1,6 @@
 """Backtest: the forecast of the level on which a run ends, made from every shorter prefix of the run.
 
-The level is the mean of the last three points at their mean compute: a single point may be a bad validation.
+The level is the mean of the last three points at their mean compute, because a single point may be a bad validation.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ from megatron_scalerl.record import record
 MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""
 MIN_POINTS = 4
-"""Points of the shortest prefix."""
+"""Number of points of the shortest prefix that is fitted."""
 LAST_POINTS = 3
-"""Points at the end of a run whose mean is forecast."""
+"""Number of points at the end of a run whose mean pass rate is forecast."""
 
 
 @record
@@ -47,7 +47,7 @@ class Backtest:
     points: tuple[BacktestPoint, ...]
     """One forecast for each prefix, the shortest prefix first."""
     fall: Fall | None = None
-    """The fall of the pass rate in the whole run."""
+    """The fall of the pass rate after a peak, found in all points of the run; None without a fall."""
 
     @property
     def settled_from(self) -> float | None:
@@ -67,17 +67,17 @@ class Backtest:
         text += f"at {short_number(self.final_compute)}, "
         settled_from = self.settled_from
         if settled_from is None:
-            text += f"never settled within {MARGIN:g}: up to {max(errors):.3f} off"
+            text += f"never stayed within {MARGIN:g} of that mean: the largest error was {max(errors):.3f}"
         else:
             unsettled = computes.index(settled_from)
             text += f"stayed within {MARGIN:g} from {short_number(settled_from)} on "
             text += f"({len(errors) - unsettled} of {len(errors)} forecasts)"
             if unsettled:
-                text += f", before it up to {max(errors[:unsettled]):.3f} off"
+                text += f"; earlier forecasts were up to {max(errors[:unsettled]):.3f} off"
         if self.fall is not None:
             errors_before_fall = [error for compute, error in zip(computes, errors) if compute <= self.fall.compute]
             if errors_before_fall and min(errors_before_fall) > MARGIN:
-                text += f"; {self.fall}, which no forecast before it foresaw"
+                text += f"; {self.fall}, which no forecast from before the fall predicted"
         return f"{text}."
 
 
@@ -99,7 +99,7 @@ def backtest(
     ends = [int(n) for n in usable[MIN_POINTS - 1 : -LAST_POINTS] if compute[n] < compute[-LAST_POINTS]]
     if not ends:
         raise ValueError(
-            f"{curve.name}: {len(usable)} points are too few for a backtest, which takes {MIN_POINTS + LAST_POINTS}"
+            f"{curve.name}: {len(usable)} points are in the window; a backtest needs {MIN_POINTS + LAST_POINTS}"
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
     # the mean averages the completions of all last points, so the mean has less noise than one point

@@ -11,19 +11,19 @@ from megatron_scalerl.record import record
 FEW_POINTS = 8
 """Number of fitted points below which warnings and verdicts mention the number."""
 STEEP = 6.0
-"""Exponent B above which the curve is a step."""
+"""Exponent B above which a warning calls the curve a step."""
 SMALL_DROP = 0.005
 """Largest drop in pass rate that is ignored."""
 PLATEAU_GAIN = 0.02
-"""Rise of a forecast above which the run's last points have to rise, too."""
+"""Forecast rise of the pass rate above which a warning is given if the run's last points do not rise."""
 TRUNCATION_LIMIT = 0.10
 """10-15 % truncated completions destabilize training (Khatri et al. 2025, A.15)."""
 EDGE_MASS = 0.10
-"""Posterior mass within 1 % of a bound above which the bound, not the data, determines the parameter."""
+"""Share of the posterior within 1 % of a bound above which a warning calls the parameter undetermined."""
 
 
 def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
-    """Warn where the posterior of the robust fit piles up at a bound. fixed: A is given and not checked."""
+    """Warnings where the posterior of the robust fit piles up at a bound. fixed: A is held, and so is not checked."""
     highest = DEFAULT_BOUNDS.asymptote[1]
     room = highest - posterior.initial
     lower_bound, upper_bound = np.log(DEFAULT_BOUNDS.midpoint)
@@ -49,11 +49,11 @@ def curve_warnings(
     """
     notes = []
     if posterior.observations.initial_given and below_initial(pass_rate, float(posterior.initial.mean())):
-        notes.append("most points lie below R_0: the run lost what it started with, or R_0 is wrong")
+        notes.append("most points lie below R_0, the pass rate before RL: training did harm, or R_0 is wrong")
     if len(compute) < FEW_POINTS:
         notes.append(f"only {len(compute)} points were fitted; {FEW_POINTS} or more are needed to trust a forecast")
     if exponent > STEEP:
-        notes.append(f"B = {exponent:.1f} is above {STEEP:g}: a step rather than a curve; B is not determined")
+        notes.append(f"B = {exponent:.1f} is above {STEEP:g}: the curve is nearly a step, so B is not determined")
     if midpoint > compute.max() or np.mean(posterior.midpoint > compute.max()) > 0.5:
         notes.append("no curvature yet: the midpoint lies beyond the fitted points, so A is not determined")
     fall = falling_tail(compute, pass_rate)
@@ -63,8 +63,8 @@ def curve_warnings(
         )
     elif len(pass_rate) > 3 and pass_rate[-1] < 0.5 * pass_rate[-4:-1].min():
         notes.append(
-            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of those before it: one bad validation, "
-            "or the first of a collapse"
+            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of each of the three before: either one "
+            "validation went wrong, or the run starts to collapse"
         )
     elif (gain := rising_forecast(compute, pass_rate, posterior)) is not None:
         notes.append(
@@ -81,9 +81,10 @@ def highest_level(pass_rate: Array) -> float:
 
 
 def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> float | None:
-    """Rise of the forecast up to twice the compute, where the run's last points do not rise; None elsewhere.
+    """Forecast rise of the pass rate up to twice the compute, for a run whose last points do not rise.
 
-    The last points are the last third of all points, and at least six.
+    The last points are the last third of all points, and at least six. None if the last points rise, if the forecast
+    rises by at most `PLATEAU_GAIN`, or if there are too few points.
     """
     last = pass_rate[-max(len(pass_rate) // 3, 6) :]
     half = len(last) // 2
@@ -110,7 +111,10 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
     first_compute = short_number(compute[first])
     largest_share = f"{100 * np.nanmax(truncated):.0f} %"
-    return [f"truncations reach {largest_share} (above 10 % first at {first_compute}): 10-15 % destabilize training"]
+    return [
+        f"up to {largest_share} of the completions are truncated, more than 10 % first at {first_compute} "
+        "of compute: training can become unstable at 10-15 %"
+    ]
 
 
 @record
@@ -132,7 +136,7 @@ class Fall:
 
 
 def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
-    """The fall after an earlier peak where the last points lie clearly below the peak, else None.
+    """The fall of the pass rate after a peak; None unless the points after the peak lie clearly below the peak.
 
     The peak is the highest moving average over three points (an eighth of the points for a long run). The drop to the
     mean of the points after the peak counts when the drop exceeds 0.005 and 2.2 standard errors of the drop.
@@ -145,11 +149,11 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
         return None
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     top = int(np.argmax(smooth))
-    # the points of the peak's own window are left out: they would be in both means
+    # points in the peak's window are left out: otherwise both means would contain these points
     later_rates = pass_rate[top + width :]
     if len(later_rates) < 2:
         return None
-    # a straight line has no second differences; second differences of independent noise have a variance of 1 + 4 + 1
+    # second differences of a straight line are 0; of independent noise, the variance is 1 + 4 + 1 times the noise's
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
     peak = float(smooth[top])
     tail = float(later_rates.mean())

@@ -1,6 +1,6 @@
-"""The choice of runs, rows and columns of a table.
+"""Choose the runs, rows and columns of a table for a fit.
 
-A table goes through `selections` (the runs that a column tells apart) and `one_kind` (a validation's rows); then
+`selections` splits a table into runs by a column such as `run`, and `one_kind` keeps the rows of validations. Then
 `score_columns` and `compute_column` choose columns.
 """
 
@@ -33,28 +33,28 @@ _IDENTITY = re.compile(
     r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
     r"|variant|condition|config"
 )
-"""Name of a column that identifies a run. A value of the column is one run, if each value has a few rows."""
+"""Pattern of the name of a column that identifies a run. Each value is a run, if the values have a few rows each."""
 _RECORD = re.compile(
     r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
     r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
 )
-"""Name of a column that says which quantity a row measures. The rows of one value are read."""
+"""Pattern of the name of a column that says which quantity a row measures. Only rows with one value are read."""
 _MISSING_CELL = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
-"""Text of a cell that holds no number and is no mistake."""
+"""Pattern of the text of a cell that counts as empty, not as a mistake."""
 Rows = Sequence[tuple[int, Row]]
-"""(number in the file, column -> value)."""
+"""Each row is (row number in the file, column -> value)."""
 
 
 @record
 class ColumnOptions:
-    """The command line's options on columns and rows."""
+    """Options of the command line that choose columns and rows."""
 
     compute: str | None = None
-    """Compute column; None: chosen by name."""
+    """Name of the compute column; None: the column is chosen by the columns' names."""
     score: str | None = None
-    """Pass rate column; None: chosen by name."""
+    """Name of the pass rate column; None: the column is chosen by the columns' names."""
     series: tuple[tuple[str, str], ...] = ()
-    """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
+    """(column, value) pairs that rows must match; with "*" as the value, each value in the column makes a run."""
     score_range: tuple[float, float] | None = None
     """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
     hours_per_step: float | None = None
@@ -68,15 +68,17 @@ def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
         axes = _axes(table)
         candidates = [column for column in table.columns if column and column not in axes]
         if axes and len(candidates) == 1 and may_be_score(candidates[0]):
-            # a single column that may be a score, such as gsm8k beside step, is the score
+            # the only column that may be a score, such as gsm8k beside step, is taken as the score
             names = candidates
         else:
             listed = some_of(candidates or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
-            raise table_error(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
+            raise table_error(
+                table.path, f"no column name looks like a score; choose one with --score; {listed}", "row 1"
+            )
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
-        raise table_error(table.path, f"no row has a number in {names[0]}")
-    # columns with few rows come last: a validation that has just begun gives way to a curve of training
+        raise table_error(table.path, f"no row has a number in column {names[0]}; choose a column with --score")
+    # columns with few rows come last: a training curve is better than a validation that has just begun
     return sorted(measured, key=lambda name: is_short(table, name))
 
 
@@ -88,16 +90,16 @@ def _axes(table: TableFile) -> list[str]:
 
 
 def is_short(table: TableFile, column: str) -> bool:
-    """Whether too few rows after the start have a number in the column."""
+    """Whether fewer than `FEW_ROWS` rows after compute 0 have a number in the column."""
     axis = next(iter(_axes(table)), "")
     return sum(_has_number(row, column) and plain_value(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
 
 
 def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
-    """The rows of one kind of record: of a validation, if the table has validations.
+    """The table with one kind of rows alone, such as the rows of validations where a column `split` names the kind.
 
-    Kinds that follow one another, such as the phases of a run, count as one kind. Raises ValueError for several kinds
-    of equal rank.
+    Rows of validations are preferred. Kinds that follow one another, such as the phases of a run, count as one kind.
+    Raises ValueError if several kinds are equally likely.
     """
     for column in table.columns:
         if column in dict(options.series) or not _RECORD.fullmatch(column.lower()):
@@ -112,14 +114,14 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
         if len(equal) > 1 and not is_metric:
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
-            raise table_error(table.path, f"the rows are of several {column}: {choices}")
+            raise table_error(table.path, f"the rows differ in column {column}, with the values {choices}")
         layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
         table = replace(table, rows=tuple(groups[kinds[0]]), layout=layout)
     return table
 
 
 def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[tuple[int, Row]]]:
-    """The rows of each combination of values of these columns, in the order of the file."""
+    """Combination of values of `columns` -> the rows with this combination, in the order of the file."""
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
     for row in rows:
         groups.setdefault(tuple(str(row[1].get(column)) for column in columns), []).append(row)
@@ -138,7 +140,7 @@ def _kind_rank(kind: str) -> tuple[int, ...]:
 
 
 def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
-    """(name, rows) of each run that --series chooses; without --series, of each run that the table tells apart."""
+    """(name, table) of each run that --series chooses; without --series, of each run that a column identifies."""
     name = table.run or Path(table.path.name.removesuffix(".gz")).stem
     series = options.series or tuple((column, "*") for column in identity_columns(table, FEW_ROWS))
     if not series:
@@ -153,7 +155,7 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
     if not groups:
         values = sorted({str(row.get(columns[-1])) for _, row in table.rows})[:8]
         raise table_error(
-            table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; its values are {', '.join(values)}"
+            table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; this column has {', '.join(values)}"
         )
     # a value that the user gave is the same for all runs, and so names no run
     starred = [n for n, choice in enumerate(chosen_values) if choice == "*"] or [len(chosen_values) - 1]
@@ -161,13 +163,13 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
 
 
 def identity_columns(table: TableFile, rows_each: int) -> list[str]:
-    """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
+    """The columns that identify a run and have at least `rows_each` rows per value on average."""
     names = [c for c in table.columns if _IDENTITY.fullmatch(c.lower())]
     return [c for c in names if 1 < len(groups_of(table.rows, [c])) <= len(table.rows) / rows_each]
 
 
 def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
-    """(column, factor, unit): a compute column with factor 1, a step column with the hours per step."""
+    """(column, factor, unit) of the compute. The factor is 1, or the hours per step for a column of steps."""
     measured = [row for row in table.rows if _has_number(row[1], score)]
     hours = options.hours_per_step
     if options.compute is None:
@@ -184,7 +186,7 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
     if hours is None:
         return column, 1.0, unit
     if unit != "steps":
-        raise ValueError(f"--hours-per-step multiplies steps; {column} is in {unit_name(unit)}")
+        raise ValueError(f"--hours-per-step needs a column of steps, and {column} is in {unit_name(unit)}")
     return column, hours, "gpu_hours"
 
 
@@ -196,14 +198,16 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
     names = [c for c in names if _grows(_numbers(measured, c))] or names
     if not names:
         listed = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
-        raise table_error(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
+        raise table_error(
+            table.path, f"no column name looks like a compute; choose one with --compute; {listed}", "row 1"
+        )
     alike = [c for c in names if unit_of(c) == unit_of(names[0])]
     # the column with the most numbers is taken, since a row of verl's step 0 lacks some counters
     return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
 
 
 def _grows(values: Sequence[float]) -> bool:
-    """Whether an axis has numbers and falls between no more than a quarter of its rows."""
+    """Whether a column has numbers, and a smaller number follows after at most a quarter of the numbers."""
     # a column of hours per step does not grow and is no axis, though the name says hours
     return 0 < len(values) >= 4 * sum(value > successor for value, successor in zip(values, values[1:]))
 
@@ -212,7 +216,7 @@ def _checked_column(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
     raise table_error(
-        table.path, f"there is no column {name!r} ({option}); {some_of(table.columns, (name,))}", "row 1"
+        table.path, f"{option}: there is no column {name!r}; {some_of(table.columns, (name,))}", "row 1"
     )
 
 
@@ -237,4 +241,4 @@ def check_same(table: TableFile, key: str, values: Sequence[tuple[int, str]]) ->
     first, usual = values[0]
     for number, value in values:
         if value != usual:
-            raise table_error(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)
+            raise table_error(table.path, f"{value} has to equal {usual}, as in row {first}", f"row {number}", key)

@@ -32,8 +32,8 @@ from megatron_scalerl.fit.tables import (
     show,
 )
 
-COVERAGE = "fitted to the first half of other people's runs, 89 % of their later points lay inside; to a third, 82 %"
-"""How often the intervals contain the later points, for `--help`."""
+COVERAGE = "in runs of other projects, fitted up to half, 89 % of later points lay inside; up to a third, 82 %"
+"""Text for `--help` on how often the intervals contain later points."""
 EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
@@ -48,25 +48,25 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add = p.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others")
     add("--compute", metavar="COL", help="column with the compute (or the step)")
-    add("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
-    add("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
+    add("--score", metavar="COL", help="column with the pass rate; pass_rate/TASK is the pass rate of one task")
+    add("--score-range", metavar="LO,HI", help="scores that mean 0 and 1, such as --score-range=-1,1")
     add(
         "--series",
         metavar="COL=VALUE",
         action="append",
         default=[],
-        help="only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value",
+        help="read only rows where COL is VALUE; COL=* reads one run for each value; may be repeated",
     )
-    add("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
+    add("--hours-per-step", type=float, metavar="H", help="GPU-hours per step, which turn steps into compute")
     add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
-    add("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
-    add("--fit-until", type=float, metavar="C", help="leave points after C out; they are drawn hollow")
-    add("--predict", metavar="C1,C2,...", help="computes to forecast; default: 2, 5, 10 times the last")
+    add("--fit-from", type=float, metavar="C", help="leave points before compute C out of the fit")
+    add("--fit-until", type=float, metavar="C", help="leave points after compute C out, and draw them hollow")
+    add("--predict", metavar="C1,C2,...", help="computes at which to forecast; default: 2, 5, 10 times the last")
     add("--method", choices=METHODS, default="robust", help="default: robust")
     add("--prompts", type=int, metavar="N", help="prompts in the validation set")
     add("--generations", type=int, metavar="K", help="generations per prompt")
     add("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
-    add("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
+    add("--plot", metavar="OUT.png", help="draw a PNG figure, and an SVG figure beside it")
     add("--html", metavar="OUT.html", help="write a report in one self-contained file")
     add("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
     add(
@@ -74,24 +74,24 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="[RECIPE=]NAME",
         action="append",
         default=[],
-        help="recipe that the others, or RECIPE alone, are compared with; default: the first",
+        help="recipe with which all recipes, or RECIPE alone, are compared; default: that of the first run",
     )
     add(
         "--across-sizes",
         metavar="N1,N2,...",
-        help="parameters of each run's policy, in one unit: draw a line through the sizes of one recipe",
+        help="size (parameters) of each run's policy, in any unit: fit the final pass rate by policy size",
     )
-    add("--next", type=float, metavar="N", help="size that --across-sizes forecasts")
-    add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
+    add("--next", type=float, metavar="N", help="policy size for which --across-sizes forecasts the pass rate")
+    add("--fixed-asymptote", type=float, metavar="X", help="fix the asymptote A at X")
     add(
         "--budget",
         type=float,
         metavar="C",
-        help="further compute to decide on, or compare at; default: as much",
+        help="further compute for the verdict and for --compare; default: as much as was spent",
     )
-    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that the budget has to buy; default {WORTH:g}")
-    add("--target", type=float, metavar="X", help="pass rate whose compute is estimated, and compared")
-    add("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
+    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that justifies the budget; default {WORTH:g}")
+    add("--target", type=float, metavar="X", help="estimate, and compare, the compute to reach pass rate X")
+    add("--backtest", action="store_true", help="forecast the last points from every shorter part of the run")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         content["comparison"] = comparison_json(comparison)
     ladder = None
     if options.next is not None and not options.across_sizes:
-        raise ValueError("--next: give the sizes of the runs, too (--across-sizes)")
+        raise ValueError("--next: requires --across-sizes with the sizes of the given runs")
     if options.across_sizes:
         sizes = _numbers(options.across_sizes, "--across-sizes")
         ladder = ladder_of([run.fit for run in runs], sizes, options.next)
@@ -145,7 +145,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read(options: argparse.Namespace) -> list[Curve]:
-    """The curves of all inputs; the options' validation size and R_0 replace values of the files."""
+    """Read the curves of all inputs. Options for validation size and R_0 replace values in the files."""
     series = []
     for pair in options.series:
         column, equals, value = pair.partition("=")
@@ -156,7 +156,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
     ends = _numbers(options.score_range, "--score-range")
     if ends:
         if len(ends) != 2 or ends[0] >= ends[1]:
-            raise ValueError(f"--score-range: {options.score_range!r} is not a lowest value and a higher one")
+            raise ValueError(f"--score-range: {options.score_range!r} is not of the form LO,HI with LO < HI")
         score_range = (ends[0], ends[1])
     columns = ColumnOptions(
         compute=options.compute,
@@ -226,7 +226,7 @@ def _numbers(text: str | None, option: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not np.isfinite(values).all():
-        raise ValueError(f"{option}: {text!r} is not a list of numbers, with commas between them")
+        raise ValueError(f"{option}: {text!r} is not a list of finite numbers separated by commas")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Which recipe scales better: ceiling, compute to one pass rate, level at a budget (Khatri et al. 2025, A.5).
+"""Compare recipes by ceiling A, compute to one pass rate, and pass rate at a budget (Khatri et al. 2025, A.5).
 
 The unit of a comparison is an arm: a recipe with its runs (`fit.arms`). Falling runs are left out, since no sigmoid
 falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over the arm's runs. The variance of a run
@@ -30,22 +30,22 @@ SAME_ASYMPTOTE = 0.02
 SAME_COMPUTE = math.log(1.25)
 """Largest log ratio of two recipes' computes to one pass rate at which the recipes count as equally efficient."""
 SHARE_OF_GAIN = 0.8
-"""The compared pass rate is this share of the way from R_0 to the lowest A."""
+"""Default of the pass rate whose compute is compared, as a share of the way from R_0 to the lowest A."""
 ERROR = 0.05
-"""Probability that any difference of one table is declared although there is none."""
+"""Family-wise error rate: probability that a comparison declares any difference although there is none."""
 UNKNOWN_VARIANCE = 1e6
-"""Variance of a number that some draws of the posterior never reach."""
+"""Variance that stands for infinity, for a compute to a pass rate that many posterior draws never reach."""
 LEAST_VARIANCE = 1e-12
-"""Variance of one run where all runs, and all draws of the fits, are equal."""
+"""Lower bound of a run's variance, for the case that all runs, and all draws of the fits, are equal."""
 LARGEST_LOG = 100.0
-"""Largest finite logarithm of an interval's end. An end by UNKNOWN_VARIANCE lies beyond and counts as infinite."""
+"""Logarithm above which the end of an interval counts as infinite. `UNKNOWN_VARIANCE` leads to such ends."""
 SENTENCES = {
-    "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
-    "ceiling": "Moves the ceiling: {}.",
-    "efficiency": "Changes the efficiency: {}.",
-    "level": "Changes the pass rate at the budget: {}.",
-    "equal": "Neither, within the margins: {}.",
-    "unclear": "Cannot be told apart from the reference with these seeds: {}.",
+    "once": "Not decided, as the recipe or its reference has one run: {}. Two seeds are needed; 3 are better.",
+    "ceiling": "The ceiling differs from the reference's: {}.",
+    "efficiency": "The efficiency differs from the reference's: {}.",
+    "level": "The pass rate at the budget differs from the reference's: {}.",
+    "equal": "Ceiling and efficiency equal the reference's, within the margins: {}.",
+    "unclear": "These seeds are too few to tell whether there is a difference from the reference: {}.",
 }
 """Finding -> the sentence that lists the recipes with this finding."""
 Fits = tuple[FitResult, ...]
@@ -54,24 +54,24 @@ Fits = tuple[FitResult, ...]
 
 @record
 class Difference(Estimate):
-    """The mean of a recipe minus its reference's, with a 90 % interval by Welch's t; nan where either has one run."""
+    """A recipe's mean minus the reference's mean, with a 90 % interval by Welch's t; nan if either has one run."""
 
     p: float
-    """Probability that two sets of runs of one recipe differ at least by this difference, adjusted for the number of
-    comparisons; 1 where either set has one run."""
+    """Two-sided p value of Welch's t test, adjusted for the number of comparisons; 1 if the recipe or the reference
+    has one run."""
 
     @property
     def declared(self) -> bool:
-        """Whether the two differ, at an error of `ERROR` for all comparisons together."""
+        """Whether the difference is significant at a family-wise error rate of `ERROR`."""
         return self.p < ERROR
 
     @property
     def moves_the_ceiling(self) -> bool:
-        """Whether a difference in A is declared, and larger than the paper's margin."""
+        """Whether this difference, in A, is significant and larger than the paper's margin `SAME_ASYMPTOTE`."""
         return self.declared and abs(self.value) > SAME_ASYMPTOTE
 
     def within(self, margin: float) -> bool:
-        """Whether the 90 % interval lies inside the margin."""
+        """Whether the 90 % interval lies between -margin and +margin."""
         return -margin <= self.lo and self.hi <= margin
 
 
@@ -84,10 +84,10 @@ class Mean:
     squared_error: float
     """Variance of the mean; nan for one run."""
     freedom: int
-    """Degrees of freedom of that variance."""
+    """Degrees of freedom of `squared_error`."""
 
     def minus(self, reference: "Mean") -> Difference:
-        """The difference to the reference's mean, tested alone (Welch 1947)."""
+        """The difference from the reference's mean; p is not adjusted for further comparisons (Welch 1947)."""
         from scipy.special import stdtr
 
         value = self.value - reference.value
@@ -102,7 +102,7 @@ class Mean:
 
 
 def mean_of(values: Array, fit_variance: Array) -> Mean:
-    """The mean of `values` [runs]; fit_variance: [runs] the variance of each value by the run's fit."""
+    """The mean of `values` [runs]. fit_variance: [runs] posterior variance of each value by the run's fit."""
     count = len(values)
     if count < 2:
         return Mean(value=float(values[0]), squared_error=math.nan, freedom=0)
@@ -126,7 +126,7 @@ def spread(recipes: Sequence[Sequence[float]]) -> float:
 
 
 def adjusted_differences(differences: Mapping[int, Difference]) -> dict[int, Difference]:
-    """The differences with p adjusted for the number of differences (Holm 1979): `ERROR` bounds the joint error."""
+    """The differences with p values adjusted by Holm's method (1979), which bounds the family-wise error rate."""
     out = {}
     highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
@@ -138,10 +138,10 @@ def adjusted_differences(differences: Mapping[int, Difference]) -> dict[int, Dif
 
 @record
 class Quantity:
-    """A number of a sigmoid, and the scale on which the number is compared."""
+    """A number computed from a sigmoid's parameters, and the scale on which recipes are compared by the number."""
 
     formula: Callable[[Mapping[str, Any]], Any]
-    """(parameters, or [draws] of each parameter) -> the number, or [draws] of the number."""
+    """Function from the sigmoid's parameters, each a number or [draws], to the number or [draws] of the number."""
     scaled: Callable[[Any], Any] = np.log
     """Function that maps a number, or [n] numbers, to the compared scale: the logarithm of a positive number."""
     back: Callable[[float], float] = math.exp
@@ -155,9 +155,9 @@ class Quantity:
         return mean_of(values, np.array([self._variance(fit) for fit in fits]))
 
     def estimate(self, fits: Fits) -> Estimate:
-        """The mean with a 90 % interval over seeds; geometric for a positive number.
+        """The mean over the runs with a 90 % interval over seeds; the geometric mean on a logarithmic scale.
 
-        The mean of one run is the run's number with the interval of the fit; inf where the number of a run is inf.
+        For a single run, the run's number with the interval of the fit. inf if the number of any run is inf.
         """
         mean = self.mean(fits)
         values = [float(self.formula(fit.parameters)) for fit in fits]
@@ -169,12 +169,12 @@ class Quantity:
         return Estimate(**{key: self.back(_interval_end(end)) for key, end in interval.items()})
 
     def draws(self, fits: Fits, rng: np.random.Generator) -> Array:
-        """[draws] of the mean over the runs, independent of the draws of any other arm."""
+        """[draws] random draws of the mean over the runs, independent of the draws of other arms."""
         mean = self.mean(fits)
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
             return rng.permutation(posterior)
-        assert mean is not None, "a level is finite"
+        assert mean is not None, "a pass rate at a compute is finite"
         return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:
@@ -182,7 +182,7 @@ class Quantity:
             return np.asarray(self.scaled(values), dtype=float)
 
     def _variance(self, fit: FitResult) -> float:
-        """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
+        """Posterior variance of the number, from quantiles because draws of a compute have a heavy tail."""
         draws = self._scaled(self.formula(fit.posterior.parameters))
         lower, upper = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
         variance = ((upper - lower) / 2) ** 2
@@ -195,17 +195,17 @@ MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 
 
 def compute_to(pass_rate: float) -> Quantity:
-    """Compute at which a run's curve reaches the pass rate; inf for a curve that stays below."""
+    """The quantity "compute at which a run's curve reaches the pass rate"; inf for a curve that stays below."""
     return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
 def level_at(compute: float) -> Quantity:
-    """The pass rate of a run's curve at the compute."""
+    """The quantity "pass rate of a run's curve at the compute"."""
     return Quantity(formula=lambda parameters: sigmoid(compute, **parameters), scaled=np.asarray, back=float)
 
 
 def _interval_end(end: float) -> float:
-    """An end of a logarithm's interval; infinite where the variance is unknown."""
+    """The end of an interval of a logarithm; infinite beyond `LARGEST_LOG`."""
     return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
 
 
@@ -224,7 +224,7 @@ class ComparedArm:
     seeds: tuple[int | None, ...]
     """[runs] seeds of `fits`; None where unknown."""
     asymptote: Estimate
-    """Mean A. The intervals from this field to `level` are those of the mean over seeds; for one run, of the fit."""
+    """Mean A. From here to `level`, intervals are over seeds; for a single run, the interval of the fit is given."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
@@ -238,7 +238,7 @@ class ComparedArm:
     ceiling: Difference | None
     """A minus the A of the reference; None for the reference."""
     efficiency: Difference | None
-    """Log of the ratio of `to_reach` to the reference's; None where a run of either stays below the pass rate."""
+    """Log of the ratio of `to_reach` to the reference's `to_reach`; None if a run never reaches the pass rate."""
     gap: Difference | None
     """Level at the budget minus the level of the reference."""
 
@@ -256,21 +256,21 @@ class ComparedArm:
 
 @record
 class Comparison:
-    """The table of the paper's Fig. 4 for any recipes."""
+    """Comparison of recipes by the numbers in Fig. 4 of Khatri et al. (2025)."""
 
     arms: tuple[ComparedArm, ...]
     """The arms, the reference first. An arm whose runs all fall is left out."""
     falling: Mapping[str, tuple[str, ...]]
     """Name of an arm -> names of the falling runs, which are left out."""
     pass_rate: float
-    """The pass rate whose compute is compared."""
+    """Pass rate for which the recipes' computes are compared."""
     budget: float
-    """The compute, in the runs' unit, whose level is compared."""
+    """Compute, in the runs' unit, at which the recipes' pass rates are compared."""
     between_runs: float
     """Standard deviation of A between runs of one recipe; nan where no recipe was run twice."""
 
     def arm(self, name: str | None) -> ComparedArm:
-        """The arm of that name."""
+        """The compared arm with this name."""
         return next(arm for arm in self.arms if arm.name == name)
 
 
@@ -287,7 +287,7 @@ def compare_runs(
     fits:       name of a run -> the run's fit.
     references: the arm that every arm is compared with (default: the first run's); ARM=REFERENCE for a single arm.
     pass_rate:  the pass rate whose compute is compared; default: R_0 plus 80 % of the gain to the lowest mean A.
-    budget:     further compute after the longest run, where the level is compared; default: that run's compute.
+    budget:     compute after the longest run's end at which levels are compared; default: the longest run's compute.
     Raises ValueError for a single run, and for a reference that is no arm.
     """
     if len(curves) < 2:
@@ -390,7 +390,9 @@ def _name_of(arms: Sequence[Arm], name: str) -> str:
     for arm in arms:
         if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
-    raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
+    raise ValueError(
+        f"--reference: no recipe or run is named {name!r}; choose one of {', '.join(arm.name for arm in arms)}"
+    )
 
 
 def _differences(quantity: Quantity, arms: Sequence[Fits], reference_indices: Sequence[int]) -> dict[int, Difference]:
@@ -416,7 +418,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     reference = comparison.arm(arm.reference)
     if min(arm.runs, reference.runs) < 2:
         position = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {reference.name}: one run decides nothing. A {ceiling.value:+.3f},"
+        text = f"{arm.name} against {reference.name}: one run decides nothing. A differs by {ceiling.value:+.3f},"
         text += f" {position} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
         return f"{text} {_level(comparison, arm)}"
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
@@ -435,9 +437,9 @@ def left_out(comparison: Comparison) -> list[str]:
     compared_runs = {arm.name: arm.runs for arm in comparison.arms}
     lines = []
     for name, runs in comparison.falling.items():
-        text = f"{name} is not compared and no reference, as every run of it falls"
+        text = f"{name} is not compared, not even as a reference, because the pass rates of all its runs fall"
         if name in compared_runs:
-            text = f"{name}: {len(runs)} of {len(runs) + compared_runs[name]} runs fall and are left out"
+            text = f"{name}: {len(runs)} of {len(runs) + compared_runs[name]} runs are left out, as pass rates fall"
         lines.append(f"{text}: {', '.join(runs)}.")
     return lines
 
@@ -476,28 +478,28 @@ def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
 def _variance(comparison: Comparison) -> str:
     if math.isnan(comparison.between_runs):
         return (
-            "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
+            "Nothing is decided, as every recipe has one run: the difference between runs of one recipe is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
     text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation)."
     if len(comparison.arms) == 1:
         return text
     return (
-        f"{text} That any declared difference in A is wrong has a probability of about {ERROR:.0%}, more if one "
-        "looks after every run; so for the other numbers."
+        f"{text} The probability that any declared difference in A is wrong is about {ERROR:.0%}, and higher if one "
+        "compares after every run. The same holds for efficiency and pass rate."
     )
 
 
 def _efficiency(difference: Difference | None, target: str) -> str:
     if difference is None:
-        return f"Its compute to {target} is not compared: a run never gets there."
+        return f"Its compute to {target} is not compared, because a run never reaches this pass rate."
     factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
         return f"It is {word} efficient: {factor} (p = {difference.p:.2g})."
     if difference.within(SAME_COMPUTE):
-        return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
-    return f"Its efficiency cannot be told apart: {factor}."
+        return f"It is as efficient as the reference, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
+    return f"Whether its efficiency differs cannot be told: {factor}."
 
 
 def _level(comparison: Comparison, arm: ComparedArm) -> str:

@@ -36,11 +36,11 @@ class Curve:
     within_variance: Array | None = field(repr=False, default=None)
     """[n] mean over prompts of one completion's variance, NaN where not measured; None if no point was measured."""
     initial_within_variance: float | None = None
-    """Mean variance of one completion of R_0."""
+    """Mean over prompts of one completion's variance where R_0 was measured; None if not measured."""
     truncated_share: Array | None = field(repr=False, default=None)
     """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
-    """Unit of compute, by the ledger's name."""
+    """Unit of compute: a name such as "gpu_hours" or "steps", or the name of a column."""
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
     read: str = ""

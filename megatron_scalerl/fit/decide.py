@@ -12,20 +12,20 @@ from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
 from megatron_scalerl.record import record
 
 WORTH = 0.01
-"""Default of the gain in pass rate that the budget has to buy."""
+"""Default of the smallest gain in pass rate that justifies the budget."""
 LIKELY = 0.8
-"""Probability of that gain at or above which the verdict is "go on"."""
+"""Probability of a sufficient gain at or above which the verdict is "go on"."""
 UNLIKELY = 0.2
-"""Probability of that gain at or below which the verdict is "stop"."""
+"""Probability of a sufficient gain at or below which the verdict is "stop"."""
 LASTING = 1.0 / 3.0
-"""Share of the fitted compute from which a fall says "stop". A shorter fall may be a dip, as of a curriculum."""
+"""Share of the fitted compute after which a lasting fall means "stop". A shorter fall may be a dip that recovers."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
 
 @record
 class Estimate:
-    """A number with a 90 % interval; inf for a level that no compute reaches."""
+    """A number with a 90 % interval; inf for the compute to a pass rate that is never reached."""
 
     value: float
     """The point estimate."""
@@ -44,17 +44,17 @@ class Decision:
     reason: str
     """The grounds of the verdict in one line, with a caution for fewer than `FEW_POINTS` points."""
     budget: float
-    """Further compute that the gain is for; default: the compute spent so far."""
+    """Further compute for which the gain is forecast, in the run's unit; default: the compute spent so far."""
     gain: Estimate
     """Gain in the true pass rate from the largest fitted compute on, over `budget`."""
     worth: float
-    """The gain that the budget has to buy."""
+    """Smallest gain in pass rate that justifies the budget."""
     probability: float
     """Probability that the gain exceeds `worth`."""
     compute_to_95_percent_of_asymptote: Estimate
     """Compute at which 95 % of A is reached."""
     target: float | None
-    """The pass rate of `compute_to_target`; None if none was given."""
+    """Pass rate whose compute is `compute_to_target`; None if no target was given."""
     compute_to_target: Estimate | None
     """Compute at which the target is reached; inf where the ceiling lies below the target."""
 
@@ -66,11 +66,11 @@ class Decision:
 def decide(
     fit: FitResult, *, budget: float | None = None, worth: float = WORTH, target: float | None = None
 ) -> Decision:
-    """Weigh `budget` further units of compute against a gain of `worth` in pass rate.
+    """Decide whether `budget` further units of compute are likely to raise the pass rate by more than `worth`.
 
     The verdict follows from the probability of that gain, however few points there are, unless the run falls or lies
     below R_0.
-    target: a pass rate whose compute is estimated as well.
+    target: a pass rate; the compute to reach this pass rate is estimated, too.
     Raises ValueError for a budget that is not positive.
     """
     now = float(fit.compute.max())
@@ -116,14 +116,14 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
-    # both checks precede the probability: no sigmoid falls, so the gain of a sigmoid says nothing about such a run
+    # both checks come first: no sigmoid falls, so the forecast gain says nothing about a run that falls
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fit.fall is not None:
         lasting = fit.fall.compute / (1.0 - LASTING)
         if fit.compute.max() >= lasting:
             return "stop", f"{fit.fall}; find the instability before spending more"
-        advice = f"dips recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
+        advice = f"short dips can recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
         return "too early to say", f"{fit.fall}; {advice}"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     chance = f"{100 * probability:.0f} %"

@@ -41,11 +41,11 @@ def fit(
     pass_rate:   [n] validation pass rate (mean@k) in [0, 1].
     initial:     R_0, the run's own pass rate before RL. None: the point at compute 0; without such a point R_0 is
                  averaged over a range below the first point, with a warning.
-    prompts, generations: validation size, generations as one number or [n]; gives the noise of a point.
+    prompts, generations: size of a validation, which determines the noise; generations: one number or [n].
     initial_generations: generations per prompt of R_0; default: the median of `generations`.
     within_variance: [n] mean over prompts of one completion's variance, NaN where not measured;
                  initial_within_variance: the same variance at R_0. Both are as in validation.jsonl.
-    truncated_share: [n] share of truncated completions of each point, for the warning.
+    truncated_share: [n] share of truncated completions of each point; more than 10 % gives a warning.
     name, unit:  copied to the result.
     options:     keyword arguments of `fit_curve`.
     Raises ValueError, one line, for input that cannot be fitted.
@@ -53,7 +53,7 @@ def fit(
     c = np.asarray(compute, dtype=float)
     y = np.asarray(pass_rate, dtype=float)
     if c.ndim != 1 or c.shape != y.shape:
-        raise ValueError(f"compute has shape {c.shape} and pass_rate {y.shape}; give both one length")
+        raise ValueError(f"compute has shape {c.shape} and pass_rate {y.shape}; both need the same length")
     valid = np.isfinite(c) & (c >= 0)
     if not np.all(valid):
         raise ValueError(f"compute is {first_invalid(c, valid)}; it has to be finite and at least 0")
@@ -116,11 +116,13 @@ def fit_curve(
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; choose {' or '.join(METHODS)}")
         if fixed_asymptote is not None and not (curve.initial or 0.0) < fixed_asymptote <= 1.0:
-            raise ValueError(f"fixed asymptote: {fixed_asymptote!r} is not above R_0 and at most 1")
+            raise ValueError(f"fixed asymptote: {fixed_asymptote!r} is not above R_0, or exceeds 1")
         in_window, notes = _window(curve.compute, method, fit_from, fit_until)
         if np.count_nonzero(in_window) < 3:
             number = np.count_nonzero(in_window)
-            raise ValueError(f"{curve.name}: points with compute > 0 in the window: {number}; a fit needs at least 3")
+            raise ValueError(
+                f"{curve.name}: {number} points with compute > 0 are in the window; a fit needs at least 3"
+            )
         return _fit(
             curve.part(in_window), notes, method, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed
         )
@@ -145,7 +147,7 @@ def _fit(
             highest = float(ASYMPTOTES[-1])
             start = float(y[0]) if curve.initial is None else curve.initial
             if start >= highest:
-                raise ValueError(f"method paper: R_0 is {start:.3f}; it has to be below {highest:g}, its highest A")
+                raise ValueError(f"method paper: R_0 is {start:.3f}; A's grid ends at {highest:g}: use method robust")
     observations = observe(curve, prior, highest=highest)
     if method == "paper":
         points = (observations.compute, observations.pass_rate)
@@ -174,7 +176,7 @@ def _fit(
     lower, upper = intervals["asymptote"]
     if lower < upper < reached and checks.falling_tail(c, y) is None:  # A is not held
         intervals["asymptote"] = (lower, reached)
-        notes.append(f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured")
+        notes.append(f"the sigmoid does not describe this run: A lies below the measured {reached:.3f}")
     notes += checks.curve_warnings(
         c, y, exponent=parameters["exponent"], midpoint=parameters["midpoint"], posterior=posterior
     )
@@ -211,7 +213,9 @@ def _window(
         later = in_window & (c >= FIT_FROM)
         if np.count_nonzero(later) >= 4:
             return later, []
-        notes.append(f"fewer than 4 points beyond {FIT_FROM:g}: the paper's window was not applied")
+        notes.append(
+            f"fewer than 4 points lie beyond {FIT_FROM:g}, so earlier points, unlike in the paper, were fitted"
+        )
     return in_window, notes
 
 

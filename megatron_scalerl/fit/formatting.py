@@ -22,7 +22,7 @@ def shortened(name: str, max_length: int) -> str:
 
 
 def unit_label(unit: str) -> str:
-    """Axis label of a compute unit, given by the name in the ledger or in a file's column."""
+    """Axis label of a unit of compute, such as "gpu_hours", or of the name of a file's column."""
     labels = {key: f"training compute, {name}" for key, name in _NAMES.items()}
     labels |= {"steps": "training steps", "seconds": "training time, seconds"}
     return labels.get(unit, f"training, {unit}")
@@ -32,12 +32,12 @@ _NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "
 
 
 def unit_name(unit: str) -> str:
-    """Display name of a compute unit; a unit without an entry keeps the name of the file's column."""
+    """Display name of a unit of compute; an unknown unit, such as the name of a file's column, stays as given."""
     return _NAMES.get(unit, unit)
 
 
 def money(hours: float, cost: Mapping[str, Any] | None) -> str:
-    """Text with the price of device-hours, to follow the number of hours; empty without a price.
+    """Text with the price of `hours` device-hours, to be printed after the hours; empty without a price.
 
     cost: the section `cost` of a recipe.
 

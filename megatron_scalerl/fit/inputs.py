@@ -1,9 +1,9 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder with validation.jsonl, or a file of another tool. A file becomes curves in this order:
-tables, the runs that a column tells apart, the rows of one kind (a validation's), the columns of score and compute,
-the points. Invalid data is refused in one line with file and row. `Curve.read` describes the input in one line;
-`Curve.notes` holds corrections.
+An input is a run folder with validation.jsonl, or a file of another tool. A file is read into tables, a table is
+split into runs, and of each run the rows of validations and the columns of score and compute are chosen. Invalid
+data is refused in one line with file and row. `Curve.read` describes the input in one line, and `Curve.notes` holds
+corrections.
 """
 
 import math
@@ -45,9 +45,9 @@ from megatron_scalerl.fit.table_file import (
 
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
-CLOCK = "a time of day is no compute since the start; export steps or the relative time, or choose with --compute"
+CLOCK = "a time of day is not a compute; export steps or the time since the start, or use another --compute"
 Check = tuple[str, Callable[[float], bool]]
-"""(description of a valid number, predicate of a valid number)."""
+"""(description of a valid number, function that says whether a number is valid)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
 VARIANCE: Check = (f"a variance in [0, {HIGHEST_VARIANCE:g}]", lambda value: 0 <= value <= HIGHEST_VARIANCE)
 
@@ -79,19 +79,19 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     left_out = [*map(str, problems), *short]
     if len(short) == len(curves) or not left_out:
         return curves
-    note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
+    note = f"{len(left_out)} runs of {path.name} were left out; the first: {left_out[0]}"
     first, *later_curves = (curve for curve in curves if len(curve.compute) >= FEW_ROWS)
     return [replace(first, notes=(*first.notes, note)), *later_curves]
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
-    """The run of rows of validation.jsonl in memory. Raises ValueError for invalid rows."""
+    """The curve of rows of validation.jsonl that are in memory. Raises ValueError for invalid rows."""
     table = table_of(Path("validation.jsonl"), "run folder", enumerate(map(dict, rows), start=1))
     return _curve(table, ColumnOptions(compute="compute"), name)
 
 
 def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
-    """The run of a table's rows, with arm and seed where --series names the seed's column and another column."""
+    """The curve of a table. Arm and seed are set if --series names the column `seed` and a further column."""
     curve = _curve(table, options, name)
     columns = [column for column, _ in options.series]
     if SEED_COLUMN not in columns or len(columns) < 2:
@@ -124,8 +124,8 @@ def unconfirmed(row: Mapping[str, Any]) -> str:
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
     return (
-        f"the second judge confirms {share:.0%} of the paid answers of step {row['step']}, and a curve of "
-        "unconfirmed rewards forecasts nothing"
+        f"the second judge confirms {share:.0%} of the rewarded answers of step {row['step']}, too few to trust "
+        "the pass rates and the forecast"
     )
 
 
@@ -213,19 +213,19 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
 
 
 def _further(table: TableFile, columns: list[str]) -> list[str]:
-    """Texts on the other columns that --score could name."""
+    """Texts on the further columns that --score could name."""
     texts = []
     short = [column for column in columns if is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
     if columns:
         remainder = f" and {len(columns) - 2} more" if len(columns) > 2 else ""
-        texts.append(f"also there: {', '.join(columns[:2])}{remainder} (--score)")
+        texts.append(f"further scores: {', '.join(columns[:2])}{remainder} (--score)")
     return texts
 
 
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
-    """(points of the rows with both numbers, texts on skipped rows and converted values). compute: the column."""
+    """(points, texts on skipped rows and converted values). compute, score: the columns, which a point's row has."""
     points = []
     for row in table.rows:
         x = _number(table, row, compute)
@@ -255,8 +255,8 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
     for point in points:
         if not 0.0 <= point.pass_rate <= 1.0:
             problem = (
-                f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range (of percent "
-                "0,100), --score takes another column"
+                f"{point.pass_rate:g} is not a pass rate in [0, 1]; give the score's range with --score-range=LO,HI "
+                "(0,100 for percent), or choose another column with --score"
             )
             raise table_error(table.path, problem, f"row {point.row[0]}", score)
     if len(points) < len(table.rows):
@@ -265,7 +265,7 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
 
 
 def _rounded_rate(pass_rate: float) -> float:
-    """The pass rate, moved to 0 or 1 if outside by no more than the rounding of a mean in single precision."""
+    """The pass rate, clipped to [0, 1] if the excess is within the rounding of a mean in single precision."""
     nearest = min(max(pass_rate, 0.0), 1.0)
     if abs(pass_rate - nearest) < 1e-5:
         return nearest
@@ -273,7 +273,7 @@ def _rounded_rate(pass_rate: float) -> float:
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
-    """Whether the values are percent: a cell has the sign, or the column's name says so and a value exceeds 1."""
+    """Whether the values are percent: a cell ends with %, or the column's name says so and a value exceeds 1."""
     if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
@@ -288,7 +288,7 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
     went_back = any(point.compute > successor.compute for point, successor in zip(points, points[1:]))
-    # rows that repeat a compute without going back are rows of single prompts or answers: their mean counts
+    # rows that repeat a compute without going back are rows of single prompts or answers, so the mean is taken
     if repeated and not went_back and 2 * len(repeated) >= len(latest):
         rates: dict[float, list[float]] = {}
         for point in points:
@@ -297,28 +297,28 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
         return means, [f"several rows of one {compute}: their mean was fitted"]
     notes = []
     if repeated:
-        notes.append(f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts")
+        notes.append(f"{len(points) - len(latest)} rows were replaced by later rows with the same {compute}")
     elif went_back:
         notes.append(f"rows were not sorted by {compute}; they were sorted")
     lineage = sorted({point.compute for point in _lineage(points)})
     if len(lineage) < len(latest):
         left_out = len(latest) - len(lineage)
-        notes.append(f"{left_out} rows of an attempt that a later one replaced were left out")
+        notes.append(f"{left_out} rows were left out, because a resumed run replaced them")
     return [latest[x] for x in lineage], notes
 
 
 def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
-    """The points without those that a resumed run has replaced.
+    """The points that are left after points that a resumed run has replaced are removed.
 
-    The points of the earlier attempt beyond the resume are left out once the resumed run has a later point. Points
-    that go back to an unknown compute are unsorted, and all are returned.
+    The points of the earlier attempt beyond the resume are left out once the resumed run has a later point. If a
+    point goes back to a compute that no earlier point has, the points are just unsorted, and all are returned.
     """
     lineage: list[_Point] = []
     for point, successor in zip(points, [*points[1:], None]):
         if lineage and point.compute < lineage[-1].compute:
             if point.compute not in {earlier.compute for earlier in lineage}:
                 return points
-            # without a later point, the resumed run has perhaps validated the checkpoint alone, and replaces no point
+            # without a later point, the resumed run may have validated only the checkpoint, and replaces no point
             if successor and successor.compute > point.compute:
                 lineage = [earlier for earlier in lineage if earlier.compute < point.compute]
         lineage.append(point)
@@ -326,12 +326,12 @@ def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
 
 
 def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | None = None) -> float | None:
-    """The number in a cell; None for an empty cell, NaN and inf. Raises ValueError for other text or by the check."""
+    """The number in a cell; None for an empty cell, NaN and inf. Raises ValueError for text, and if `check` fails."""
     value = row[1].get(column)
     if is_missing(value):
         return None
     parsed = plain_value(value)
-    problem = f"{value!r:.80} is no finite number"
+    problem = f"{value!r:.80} is not a finite number"
     if isinstance(parsed, float | bool) and math.isfinite(parsed):
         if check is None or check[1](parsed):
             return float(parsed)
@@ -340,7 +340,7 @@ def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | 
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
-    """The number of prompts, which all points share: pass rates over different prompts are different curves."""
+    """The number of validation prompts, or None. Raises ValueError if the number differs between points."""
     values = _values(table, points, key, SIZE)
     if values is None:
         return None
@@ -353,7 +353,7 @@ def _values(
 ) -> Array | None:
     """[n] numbers of a column, NaN for an empty cell; None if all cells are empty.
 
-    complete: None also if any cell is empty.
+    complete: whether to return None also if any cell is empty.
     """
     numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)

@@ -1,4 +1,4 @@
-"""The observation model of a run's points: measured pass rates, their noise, and R_0.
+"""The observation model of a run's points: measured pass rates, the noise of a measurement, and R_0.
 
 The noise of a measured pass rate is the noise of the completions, given the prompts. Every validation asks the same
 prompts, so the variance between prompts is no noise of the curve. The remaining variance is the mean over prompts of
@@ -18,35 +18,37 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
 SHARES = (0.2, 1.0)
-"""Lowest and highest share of p (1 - p) that is believed to be noise."""
+"""Bounds of a measured noise variance of one completion, as shares of p (1 - p) for a pass rate p."""
 LEAST_BINOMIAL = 0.001
-"""Least value of p (1 - p), since all of many completions can be right by chance."""
+"""Lower bound of p (1 - p), so that a validation whose completions are all right by chance has noise."""
 NEIGHBORS = 5
-"""Points over which a pass rate is averaged before the noise is derived from the average."""
+"""Number of points of the moving average of the pass rate from which the noise is computed."""
 HIGHEST_VARIANCE = 0.5
-"""Highest variance of one completion, estimated from one right and one wrong completion."""
+"""Highest sample variance of one completion, which one right and one wrong completion have."""
 MOST_COMPLETIONS = 1e9
-"""Most completions of a validation: beyond, the noise would vanish in rounding errors."""
+"""Largest number of completions of a validation. With more, the noise would vanish in rounding errors."""
 MOST_POINTS = 128
-"""A run with more points is fitted to means of neighbors: a fit takes memory ~ n^2 and time ~ n^3."""
+"""Largest number of points of a fit, which takes memory ~ n^2 and time ~ n^3. More points are averaged."""
 NOISY = 0.01
-"""Scatter of the points (standard deviation, in pass rate) from which a given R_0 of unknown size is not exact."""
+"""Noise of the points (standard deviation, in pass rate) above which a given R_0 is taken to have the same noise.
+
+This applies if the size of the validation that measured R_0 is unknown."""
 
 
 @record
 class ValidationNoise:
-    """The noise of a run's points, by the run's records."""
+    """Sizes of a run's validations and the measured noise of one completion."""
 
     completions: Array = field(repr=False)
     """[n] prompts x generations of each point."""
     initial_completions: float
     """Prompts x generations of R_0."""
     share: float | None
-    """Noise of one completion as a share of p (1 - p), measured on this run; None: not measured."""
+    """Variance of one completion as a share of p (1 - p), measured on this run; None if not measured."""
 
 
 def binomial(pass_rate: ArrayLike) -> Array:
-    """p (1 - p), at least `LEAST_BINOMIAL`. Shape of `pass_rate`."""
+    """Variance p (1 - p) of one completion at pass rate p, at least `LEAST_BINOMIAL`; in the shape of `pass_rate`."""
     p = np.clip(np.asarray(pass_rate, dtype=float), 0.0, 1.0)
     return np.asarray(np.maximum(p * (1.0 - p), LEAST_BINOMIAL))
 
@@ -54,7 +56,7 @@ def binomial(pass_rate: ArrayLike) -> Array:
 def validation_noise(curve: Curve) -> ValidationNoise | None:
     """The noise of the points of a run; None if the size of the validations is unknown.
 
-    Raises ValueError for a size outside of [1, `MOST_COMPLETIONS`], or a variance that none can be.
+    Raises ValueError for a size outside of [1, `MOST_COMPLETIONS`], or a variance outside of [0, `HIGHEST_VARIANCE`].
     """
     for key in ("prompts", "generations", "initial_generations"):
         _check(key, getattr(curve, key), 1.0, MOST_COMPLETIONS)
@@ -63,7 +65,7 @@ def validation_noise(curve: Curve) -> ValidationNoise | None:
     if curve.prompts is None or curve.generations is None:
         return None
     first = float(curve.initial_generations or np.median(curve.generations))
-    # numpy makes nan of None
+    # numpy converts None to nan
     within = np.broadcast_to(np.asarray(curve.within_variance, dtype=float), len(curve.pass_rate))
     values = np.array([*within, curve.initial_within_variance], dtype=float)
     rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
@@ -98,7 +100,7 @@ def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
 
 
 def smoothed_rates(pass_rate: Array) -> Array:
-    """[n] mean of each pass rate and its neighbors, `NEIGHBORS` in all, fewer at the ends."""
+    """[n] moving average of the pass rates [n] over `NEIGHBORS` points, fewer at the ends."""
     window = np.ones(NEIGHBORS)
     reach = NEIGHBORS // 2
     sums, counts = (np.convolve(values, window)[reach:-reach] for values in (pass_rate, np.ones(len(pass_rate))))
@@ -106,7 +108,7 @@ def smoothed_rates(pass_rate: Array) -> Array:
 
 
 def scatter(pass_rate: Array) -> float:
-    """Standard deviation of one point around its neighbors, whatever the curve does: by median second difference.
+    """Standard deviation of a point's noise, estimated from the median second difference of successive points.
 
     pass_rate: [n], in the order of compute. 0 for fewer than four points.
     """
@@ -118,7 +120,7 @@ def scatter(pass_rate: Array) -> float:
 
 
 def pooled_points(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """At most `MOST_POINTS` points: means of neighbors, weighted by completions. Fewer points stay as they are.
+    """Reduce points to at most `MOST_POINTS` means of neighbors, weighted by completions. Fewer points are unchanged.
 
     c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
     points and 1/64 of the range of log compute, so that neither the early rise nor the end is blurred.
@@ -164,7 +166,8 @@ class Observations:
     noise_shape: float
     """Shape of the inverse-gamma prior of the noise variance."""
     discrepancy_unit: float
-    """Mean p (1 - p) of the points over `noise_variance`: converts a discrepancy's deviation to noise variances."""
+    """Factor that converts a variance in shares of p (1 - p) to units of `noise_variance`: the mean p (1 - p) of the
+    points divided by `noise_variance`."""
 
     @property
     def compute(self) -> Array:
@@ -172,14 +175,18 @@ class Observations:
         return np.exp(self.log_compute) * self.scale
 
     def deviation(self, rows: Array, columns: Array, hypothesis: Discrepancy) -> Array:
-        """[len(rows), len(columns)] covariance of the deviation at two log computes, in units of noise variance."""
+        """Covariance of the run's deviation from its sigmoid at log computes `rows` and `columns`.
+
+        Returns [len(rows), len(columns)], in units of the noise variance.
+        """
         return self.discrepancy_unit * deviation_covariance(rows, columns, hypothesis, float(self.log_compute[0]))
 
 
 def deviation_covariance(rows: Array, columns: Array, hypothesis: Discrepancy, start: float) -> Array:
-    """[len(rows), len(columns)] covariance of the deviation at two log(C / fitted compute), as a share of p (1 - p).
+    """Covariance of a run's deviation from its sigmoid at log(C / fitted compute) `rows` and `columns`.
 
-    start: log compute of the first point, from which the walk goes on.
+    start: log compute of the first point, at which the random walk starts.
+    Returns [len(rows), len(columns)], as shares of p (1 - p).
     """
     # a random walk has the covariance min(s, t); a turn is one random slope, so the turn's part has rank one
     walked = np.minimum(rows[:, None], columns[None, :]) - start
@@ -197,8 +204,8 @@ def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
 def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
     """The observation model of a run's points under `prior`; many points are pooled.
 
-    highest: A of a fit that holds A: only values of R_0 below this A are averaged over.
-    Raises ValueError for sizes that cannot be, and where no R_0 is below `highest`.
+    highest: largest A that the fit allows; only values of R_0 below this A are averaged over.
+    Raises ValueError for sizes or variances out of range, and if no R_0 is below `highest`.
     """
     noise = validation_noise(curve)
     completions_of_points = np.ones(len(curve.pass_rate))
@@ -223,7 +230,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     if highest is not None:
         nodes = [node for node in zip(initials, weights) if node[0] < highest]
         if not nodes:
-            raise ValueError(f"fixed asymptote: {highest!r} is not above R_0, {min(initials):.3f}")
+            raise ValueError(f"fixed asymptote: {highest!r} is not above R_0 ({min(initials):.3f})")
         initials, weights = zip(*nodes)
     return Observations(
         log_compute=np.log(c) - np.log(c.max()),
@@ -244,8 +251,8 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
 def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: not known.
 
-    exact: whether a given R_0 is taken to have no noise. An R_0 of unknown size has the noise of the run's points, if
-    that noise is above `NOISY`.
+    exact: whether a given R_0 is taken to have no noise. An R_0 from a validation of unknown size has the noise of
+    the run's points, if this noise is above `NOISY`.
     """
     if curve.initial is None:
         candidates = initial_candidates(curve.pass_rate)
@@ -263,7 +270,7 @@ def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, 
 
 
 def initial_candidates(y: Array) -> list[float]:
-    """Five candidates for an unknown R_0: from the first points' mean down by half of the rise so far.
+    """Five candidates for an unknown R_0, between the first points' mean and half of the run's rise below this mean.
 
     Considerable noise of the first points widens the range on either side by 1.5 standard errors.
     """

@@ -17,23 +17,23 @@ from megatron_scalerl.fit.result import FitResult, Prediction
 from megatron_scalerl.record import record
 
 DRAWS = 1000
-"""Draws of each fit."""
+"""Number of posterior draws of each fit."""
 PATH_POINTS = 24
-"""Points of a projection's path."""
+"""Number of forecasts in `Projection.path`."""
 LARGEST_NUMBER = 1e15
-"""Largest number that a row can hold; a larger number is damage."""
+"""Largest number in a valid row; a larger number means that the file is damaged."""
 LIMITS: dict[str, tuple[Any, float]] = {
     "step": (int, LARGEST_NUMBER),
     "compute": (int | float, LARGEST_NUMBER),
     "pass_rate": (int | float, 1),
 }
-"""Type and largest value of a row's numbers; the smallest is 0."""
+"""Key of a row -> (type, largest value). The smallest value is 0."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, the row of step 0 first."""
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of validation.jsonl.
+    """A copy of a row of validation.jsonl, whose numbers are checked.
 
     Raises ValueError unless the row has a step, a compute and a pass rate within `LIMITS`.
     """
@@ -73,7 +73,7 @@ class Outlook:
 
 @record
 class Projection:
-    """An outlook with the forecast on the way there, for a figure."""
+    """An outlook, with the forecast from now to the end of the run, for a figure."""
 
     outlook: Outlook
     path: tuple[Prediction, ...]
@@ -91,14 +91,15 @@ class RunFit:
     last_compute: float
     """Compute of the last validation, in the run's unit."""
     end_compute: float
-    """Compute at the run's end: `last_compute` in proportion to the steps, or `last_compute` if the run is over."""
+    """Compute at the run's end, extrapolated in proportion to the steps; `last_compute` if the run is over."""
     outlook: Outlook | None
     """The forecast of the run's end; None for a run that is over."""
 
 
 def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:
-    """The fit of `rows`, for a run of `steps`, which may be over; None for too few rows, as for `outlook`.
+    """Fit the validations of a run of `steps` steps, which may be over.
 
+    None if R_0 is missing or 1, and for fewer than `MIN_POINTS` rows to fit.
     Raises ValueError for rows that cannot be fitted.
     """
     latest = {}
@@ -142,8 +143,8 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
 def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
     """The forecast from `rows` for the end of a run of `steps`.
 
-    fit_from_steps: rows before this step are left out of the fit. The compute of the end is the last row's in
-    proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
+    fit_from_steps: rows before this step are left out of the fit. The compute at the end is extrapolated from the
+    last row in proportion to the steps. None at the end of the run, and where `run_fit` returns None.
     Raises ValueError for a row as `checked_row` does.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
@@ -153,7 +154,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
 
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:
-    """The outlook from `rows` and the forecast at `PATH_POINTS` on the way; None as for `outlook`."""
+    """The outlook from `rows`, with `PATH_POINTS` forecasts up to the run's end; None if `outlook` returns None."""
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
     if fitted is None or fitted.outlook is None:
         return None

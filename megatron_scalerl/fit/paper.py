@@ -3,7 +3,8 @@
 For every (A, C_mid) of the grid, B is fitted by `scipy.optimize.curve_fit` from its default start with R_0 fixed, and
 the triple with the smallest sum of squares is kept. Departures from the paper:
 
-* `curve_fit` runs only on the cells that are among the best in a table of exponents. This does not change the result.
+* `curve_fit` runs only for the (A, C_mid) with the lowest sums of squares over a table of exponents B. This does not
+  change the result.
 * The C_mid grid is refined once around the best value. This does not change the result.
 * The printed grid (100 values on 100..40000) cannot produce the published C_mid. Those lie on
   `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are tried and the better one is kept.
@@ -23,11 +24,11 @@ ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
 """The two grids over C_mid, in GPU-hours."""
 MIDPOINT_REFERENCE = 8000.0
-"""Fitted range of `MIDPOINTS`, in GPU-hours; runs of another order of magnitude get rescaled grids."""
+"""Length of a run (GPU-hours) that `MIDPOINTS` suit; for another order of magnitude the grids are scaled."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
-"""Exponents B of the table of sums of squares."""
+"""Values of B for which sums of squares are tabulated before `curve_fit` runs."""
 _CANDIDATES = 60
-"""Cells of that table that `curve_fit` refines."""
+"""Number of (A, C_mid) with the lowest tabulated sums of squares for which `curve_fit` fits B."""
 
 
 def fit_paper(
@@ -35,7 +36,7 @@ def fit_paper(
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Fit points [n] by the authors' procedure; R_0 = `initial` is held fixed.
 
-    fixed_asymptote: the only A of the grid; None for the paper's.
+    fixed_asymptote: the only A of the grid; None for the grid of the paper.
     Returns (asymptote, exponent and midpoint of the best cell, the lowest and highest C_mid that was tried).
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
@@ -60,7 +61,7 @@ def fit_paper(
 def best_cell(
     compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array
 ) -> tuple[float, float, float, float]:
-    """(sum of squares, A, C_mid, B) of the best cell, B by `curve_fit`."""
+    """(sum of squares, A, C_mid, B) of the grid's best (A, C_mid), with B fitted by `curve_fit`."""
     from scipy.optimize import OptimizeWarning, curve_fit
 
     squares = _table(compute, pass_rate, initial, asymptotes, midpoints)
@@ -85,7 +86,7 @@ def best_cell(
 
 
 def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array) -> Array:
-    """[A, C_mid] smallest sum of squares over the table of exponents: a quadratic in A for each (C_mid, B)."""
+    """[A, C_mid] smallest sum of squares over `_EXPONENTS`. The sum is quadratic in A for each (C_mid, B)."""
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]

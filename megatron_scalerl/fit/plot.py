@@ -27,12 +27,12 @@ GRID_INK = "#d9d9d9"
 SIZE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 200
 SOLID_AND_DASHED = (
-    "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
-    "curves that fit."
+    "Solid: the fitted sigmoid. Dashed: the forecast, which starts at the run's present level and is the median of "
+    "all sigmoids that agree with the points."
 )
-"""The note on the two lines of a figure."""
+"""The note that explains the two lines of each run in a figure."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
-"""(compute [n], pass rate [n])."""
+"""Points as (compute [n], pass rate [n])."""
 
 
 def plot_forecast(
@@ -67,7 +67,7 @@ def plot_forecast(
     axes.set_ylabel("validation pass rate")
     title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
-    # the legend stands below the axes, where no point can be, under a note
+    # the legend stands below the axes, where no point is covered; its title is the note on lines
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -153,12 +153,12 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
 
 
 def _smooth(edge: Sequence[float]) -> Array:
-    """Moving average over five values, against the sampling noise in quantiles of draws."""
+    """Moving average over five values, which reduces the sampling noise of the interval's ends."""
     return np.convolve(np.pad(edge, 2, mode="edge"), np.full(5, 0.2), mode="valid").astype(float)
 
 
 def plain_ticks(axes: "Axes") -> None:
-    """Label 1, 2 and 5 of every decade in short form."""
+    """Label the compute axis at 1, 2 and 5 of every decade, as `short_number` does."""
     from matplotlib.ticker import LogLocator
 
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))

@@ -22,9 +22,9 @@ from megatron_scalerl.record import record
 Index = NDArray[np.integer[Any]]
 
 COARSE = (24, 30)
-"""Nodes along B and C_mid of the grids that locate the mass."""
+"""Numbers of nodes along B and C_mid of the coarse grids, which locate the posterior mass."""
 FINE = (56, 72)
-"""Nodes of the grid that is sampled."""
+"""Numbers of nodes along B and C_mid of the fine grid, from which draws are sampled."""
 ASYMPTOTE_NODES = 17
 REACH = 5.0
 """Half of the range of A's nodes, in conditional standard deviations of A."""
@@ -72,7 +72,7 @@ class Posterior:
         return self.observations.pass_rate - self.curves(self.observations.compute)
 
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
-        """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid and deviation."""
+        """Mean and variance, both [draws, len(compute)], of the pass rate without noise: sigmoid plus discrepancy."""
         obs = self.observations
         log_compute = self._log(compute)
         mean = self.curves(compute)
@@ -83,7 +83,7 @@ class Posterior:
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
             if hypothesis.level > 0.0:
-                # the run has left its sigmoid and has no part in the curve's further gain
+                # the run has left its sigmoid, so the sigmoid's further gain is not added
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
@@ -122,7 +122,7 @@ def sample(
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    bounds: two equal bounds hold A. draws: number of draws.
+    bounds: range of each parameter; A is held if the bounds of A are equal. draws: number of draws.
     """
     lowest, highest = bounds.asymptote
     grid = _refined_grid(observations, prior, bounds)
@@ -155,7 +155,8 @@ def sample(
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
     """[draws] A at `offset` standard deviations from the conditional mean of A given each draw's (B, C_mid).
 
-    The (B, C_mid) of a draw's cell would not do: across a cell the mean moves by more than the standard deviation.
+    The (B, C_mid) at the center of a draw's cell would be too coarse: within a cell the conditional mean changes by
+    more than the standard deviation.
     """
     obs = posterior.observations
     share = share_by_logs(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
@@ -186,7 +187,7 @@ def _misfit(posterior: Posterior) -> Array:
 
 @record
 class _Grid:
-    """A grid and the posterior mass of its nodes. A's nodes are relative to each cell's conditional mean of A."""
+    """The posterior mass on a grid of B, C_mid and A. Nodes of A lie around the cell's conditional mean of A."""
 
     log_b: Array
     """[B] log B of the nodes."""
@@ -214,7 +215,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
-        # a pass that cuts less than 30 % off every axis sharpens the next grid too little to pay for the pass
+        # a pass that shortens every axis by less than 30 % refines the grid too little to be worth another pass
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -230,7 +231,7 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
 
 
 def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
-    """The grid over a box, (lowest, highest) log B and log C_mid. cells: number of nodes along B and C_mid."""
+    """The grid over a box: (lowest, highest) of log B and of log C_mid. cells: numbers of nodes along B and C_mid."""
     log_b, log_m = (np.linspace(lowest, highest, count) for (lowest, highest), count in zip(box, cells))
     n = len(obs.log_compute)
     share = share_by_logs(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
@@ -255,7 +256,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             # Student's t: the inverse-gamma variance is integrated out; rounding may push a misfit below 0
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
-            # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
+            # the prior is a density of the gain's share of the room, A's nodes are in pass rate: hence 1 / (1 - R_0)
             room = hypothesis.weight * obs.initial_weights[r] / (1.0 - initial)
             weight = np.log(room) + np.log(step[r, h])[..., None]
             log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
@@ -267,15 +268,15 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
 
 
 def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float]:
-    """(W [n, n], log det W): W maps residuals to independent residuals with the noise variance."""
+    """(W [n, n], log det W) of the matrix W that maps residuals to independent residuals with the noise variance."""
     # covariance = L L^T, so W = L^-1 and log det W = -sum(log diag L)
     lower = np.linalg.cholesky(covariance(obs, hypothesis))
     return np.linalg.inv(lower), -float(np.log(np.diag(lower)).sum())
 
 
 def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
-    """(mean, standard deviation) of the gain A - R_0 where the misfit is total - 2 cross gain + square gain^2."""
-    # C_mid far beyond the points makes every share, and so this sum, vanish: 0 / 0 without the bound
+    """(mean, standard deviation) of the gain A - R_0, whose misfit is total - 2 cross gain + square gain^2."""
+    # if C_mid lies far beyond the points, all shares and `square` vanish: the bound prevents 0 / 0
     square = np.maximum(square, 1e-12)
     best = cross / square
     misfit = np.maximum(total - cross * best, 0.0)
@@ -309,7 +310,10 @@ def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
 
 
 def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
-    """Log density of the gain's `share` and of the cells, summed over kinds. log_cells: [kinds, ...], broadcast."""
+    """Log prior density of the gain's `share` of the room above R_0 and of (B, C_mid), summed over the kinds of runs.
+
+    log_cells: [kinds, ...] result of `log_cells`; broadcasts with `share`.
+    """
     # Beta(1, b) has 0 log 0 at a share of 0, which is nan in floating point
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     log_share = np.log(inside)

@@ -10,7 +10,9 @@ from megatron_scalerl.record import record
 
 @record
 class Discrepancy:
-    """One hypothesis on how a run deviates from its sigmoid: a Gaussian process in log compute, a sum of three parts.
+    """One hypothesis on how a run deviates from its sigmoid: a Gaussian process in log compute.
+
+    The process is the sum of a random walk, a change of slope and a constant level.
 
     The residuals of real runs are correlated along the curve: plateaus of epochs, a data change, a slow
     instability. With independent noise alone the intervals are far too narrow. Deviations are shares of
@@ -20,19 +22,19 @@ class Discrepancy:
     weight: float
     """Prior probability of this hypothesis, relative to the other hypotheses."""
     walk: float = 0.0
-    """Standard deviation that a random walk from the first point on gains per unit of log compute."""
+    """Standard deviation of a random walk after one unit of log compute. The walk starts at the first point."""
     turn: float = 0.0
     """Standard deviation of a change of slope, per unit of log compute: the run is past the peak, or speeds up."""
     turn_from: float = 1.0
     """Share of the fitted compute at which the slope changes."""
     level: float = 0.0
-    """Standard deviation of a level of the run's own. If the deviation is not 0, the run has left the sigmoid: the
-    forecast is the present level, without a return to the curve."""
+    """Standard deviation of a constant distance from the sigmoid. If this field is above 0, the run has left the
+    sigmoid: the forecast is the present level, without a return to the curve."""
 
 
 @record
 class Kind:
-    """A kind of run. log B and log C_mid of the sigmoid have Student's t, the gain a Beta distribution."""
+    """A kind of run in the prior: log B and log C_mid have Student's t, and the gain has a Beta distribution."""
 
     weight: float
     """Prior probability, relative to the other kinds."""
@@ -45,19 +47,19 @@ class Kind:
     log_midpoint_sd: float
     """Scale of log(C_mid / fitted compute)."""
     gain_alpha: float
-    """First Beta parameter of the share (A - R_0) / (1 - R_0) of the gain in the room above R_0."""
+    """First parameter of the Beta distribution of (A - R_0) / (1 - R_0), the gain's share of the room above R_0."""
     gain_beta: float
-    """Second Beta parameter of this share."""
+    """Second parameter of the Beta distribution of (A - R_0) / (1 - R_0)."""
 
 
 @record
 class Prior:
-    """Prior distribution of one run's sigmoid, unit-free: a mixture of kinds, which the run's points weigh."""
+    """Prior distribution of one run's sigmoid: a mixture of kinds of runs, without any unit of compute."""
 
     kinds: tuple[Kind, ...]
     """The kinds of runs, averaged by their posterior weights."""
     freedom: float = 4.0
-    """Degrees of freedom of Student's t."""
+    """Degrees of freedom of the Student's t distributions of log B and log C_mid."""
     noise_shape: float = 2.0
     """Shape of the inverse-gamma prior of the noise variance: as weak as four points, so that the run's own residuals
     decide. The same few prompts, decoded greedily, differ less than independent samples."""
@@ -124,11 +126,13 @@ DEFAULT_PRIOR = Prior(
 
 
 FLAT_PRIOR = Prior(
-    # a single kind has no notion of real runs
+    # a single wide kind contains no knowledge of real runs
     kinds=(kind(1.0, (0.6, 1e3), (0.0, 1e3), (1.0, 1.0)),),
     discrepancies=(Discrepancy(weight=1.0),),
     # a shape of 1/2 has the weight of one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,
 )
-"""A flat prior with independent noise. Its intervals are the narrowest that the paper's least squares justifies."""
+"""A flat prior with independent noise, for `method="paper"`.
+
+Intervals are the narrowest that the paper's least squares justifies."""

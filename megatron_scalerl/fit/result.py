@@ -64,7 +64,7 @@ class FitResult:
     posterior: Posterior = field(repr=False, compare=False)
     """The draws behind the intervals."""
     unit: str = "gpu_hours"
-    """Unit of compute, by the ledger's name."""
+    """Unit of compute: a name such as "gpu_hours" or "steps", or the name of a column."""
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class FitResult:
         return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
-        """The sigmoid at the fitted parameters, without the run's current discrepancy. Shape of `compute`.
+        """Pass rate of the fitted sigmoid, without the run's present deviation; in the shape of `compute`.
 
         Raises ValueError for compute <= 0.
         """
@@ -89,19 +89,19 @@ class FitResult:
         """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
 
         completions: [n] prompts x generations of each measurement; default: the median of the fitted points.
-        Raises ValueError for compute <= 0, for other than n completions >= 1, and for completions where the size of
-        the fitted points is unknown.
+        Raises ValueError for compute <= 0, for completions that are not n numbers >= 1, and for completions if the
+        fit was given no validation size.
         """
         computes = np.asarray(compute, dtype=float).reshape(-1)
         if not np.all(np.isfinite(computes) & (computes > 0)):
-            raise ValueError(f"predict: compute has to be greater than 0, and {computes.tolist()} is not")
+            raise ValueError(f"predict: every compute has to be finite and above 0, unlike in {computes.tolist()}")
         sizes = None
         if completions is not None:
             if self.posterior.observations.completions is None:
-                raise ValueError("predict: completions: the fit was given no prompts and generations")
+                raise ValueError("predict: completions require a fit with prompts and generations")
             sizes = np.asarray(completions, dtype=float)
             if sizes.shape != computes.shape:
-                problem = f"one number for each of {len(computes)} computes is needed, not {sizes.shape}"
+                problem = f"the shape is {sizes.shape}; give one number for each of {len(computes)} computes"
                 raise ValueError(f"predict: completions: {problem}")
             valid = np.isfinite(sizes) & (sizes >= 1)
             if not np.all(valid):
@@ -124,7 +124,7 @@ class FitResult:
     ) -> ForecastEvaluation:
         """Compare the forecast with measured points [n]; completions: see `predict`.
 
-        Raises ValueError as `predict`, and for other than n pass rates in [0, 1].
+        Raises ValueError as `predict`, and if `pass_rate` is not n numbers in [0, 1].
         """
         measured = np.asarray(pass_rate, dtype=float).reshape(-1)
         predictions = tuple(self.predict(compute, completions=completions))

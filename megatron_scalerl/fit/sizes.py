@@ -1,11 +1,12 @@
-"""The level of the next policy size, from runs of one recipe on smaller policies (`fit --across-sizes`).
+"""Forecast the final pass rate of a policy size from runs of one recipe on other sizes (`fit --across-sizes`).
 
 The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N. The logarithm of
 this share is a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size
 and follows the slope. The slope is shrunk toward 0; at 0, the forecast of the next size is the level of the largest.
-A line is refused if "as the largest" forecasts a left-out size better. The unit of N does not matter.
+A line is refused if the level of the largest other size forecasts a left-out size better. The unit of N does not
+matter.
 
-A is shown and does not enter: a run that no longer rises shows its level, and little about A.
+A is shown but not used: a run that no longer rises determines its level well, and A poorly.
 """
 
 from collections import defaultdict
@@ -26,13 +27,13 @@ UNKNOWN = 100.0
 SLOPE = 0.6
 """Standard deviation of the slope's prior, whose center is 0."""
 WALK = 0.2
-"""Scale of the half-normal prior of the walk's standard deviation over a factor of e in N."""
+"""Scale of the half-normal prior of the random walk's standard deviation per factor of e in N."""
 WALKS = np.linspace(0.02, 1.0, 50)
-"""Standard deviations of the walk over which a forecast is averaged."""
+"""Standard deviations of the random walk over which a forecast is averaged."""
 DRAWS = 4000
-"""Draws of a forecast."""
+"""Number of draws of a forecast."""
 HIGHEST = 0.999
-"""Highest level of a draw, as the logarithm of no failures is -inf."""
+"""Highest level of a draw, because the logarithm of no failures would be -inf."""
 
 
 @record
@@ -40,7 +41,7 @@ class Size:
     """The runs of one policy size."""
 
     parameters: float
-    """N, in the unit of the ladder."""
+    """Number of parameters N, in the unit of --across-sizes."""
     asymptote: Estimate
     """Mean A of the runs."""
     level: Estimate
@@ -53,7 +54,7 @@ class Size:
 
 @record
 class Ladder:
-    """A line through several sizes, and the line's error for a size that is left out."""
+    """The line of final pass rates over policy sizes, and the line's errors for left-out sizes."""
 
     sizes: tuple[Size, ...]
     """The sizes, sorted by N."""
@@ -66,7 +67,7 @@ class Ladder:
     largest_error: float
     """Mean absolute error of `by_largest`."""
     doubling: Estimate
-    """Failures of a policy as a share of the failures of a policy of half the size."""
+    """Share of failures of a policy divided by the share of failures of a policy of half the size."""
     next_size: float | None
     """N of the size that is forecast."""
     next_level: Estimate | None
@@ -82,8 +83,8 @@ class Ladder:
         columns = ("size", "A", "level at the end", "by the other sizes", "error", "error as the largest")
         lines: list[Table | str] = [
             Table(title="Across sizes", columns=columns, rows=tuple(rows)),
-            f"Each size left out: mean error {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
-            f"Twice the size leaves {_text(self.doubling)} of the failures.",
+            f"Mean error for a left-out size: line {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
+            f"Doubling the size multiplies the share of failures by {_text(self.doubling)}.",
         ]
         if self.next_level is not None:
             lines.append(f"forecast of size {self.next_size:g}: {_text(self.next_level)} at the end of its run")
@@ -116,8 +117,8 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
     line_error = float(np.mean(abs(levels - [level.value for level in by_line])))
     largest_error = float(np.mean(abs(levels - by_largest)))
     if line_error > largest_error:
-        errors = f"{line_error:.3f}, is larger than that of 'as the largest', {largest_error:.3f}"
-        raise ValueError(f"--across-sizes: no line, as its mean error for a size that is left out, {errors}")
+        errors = f"{line_error:.3f}; the level of the largest other size misses by {largest_error:.3f}"
+        raise ValueError(f"--across-sizes: no line is drawn, as a line misses a left-out size by {errors}")
     forecast, doubling = line_at(rungs, forecast_size)
     return Ladder(
         sizes=rungs,
@@ -142,7 +143,7 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
     log_failures = np.log(1.0 - level)
     return Size(
         parameters=parameters,
-        # the draws are permuted, since the draws of several fits have one seed
+        # permutations make the draws of several fits independent, since all fits have the same seed
         asymptote=estimate(np.mean([rng.permutation(fit.posterior.asymptote) for fit in fits], axis=0)),
         level=estimate(level),
         log_failures=float(log_failures.mean()),
@@ -170,7 +171,7 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
 
     def posterior_draws(shared: Array, variance: Array) -> Array:
-        """[draws] of a number. shared: [walks, sizes] covariance with `values`; variance: [walks] prior variance."""
+        """[draws] of a number. shared: [walks, sizes] covariance with `values`. variance: prior variance [walks]."""
         gain = np.einsum("wij,wj->wi", inverse, shared)
         deviation = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
         return (gain @ values)[walks] + deviation[walks] * rng.standard_normal(DRAWS)

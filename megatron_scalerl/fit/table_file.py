@@ -1,4 +1,4 @@
-"""Read the records of runs, whatever the tool that wrote the file, into tables with named columns.
+"""Read the records of training runs, written by one of many tools, into tables with named columns.
 
 `read_tables` knows a layout by the content of a file, not by the suffix: CSV (also with tabs or semicolons), the
 CSV of a W&B chart, JSON, JSON lines, trainer_state.json, TensorBoard's event files and exports, Parquet, and console
@@ -35,34 +35,39 @@ WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 FEW_ROWS = 3
 """Number of rows below which neither a run nor a column can be fitted."""
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
-"""Suffixes of files that are no console's output."""
+"""Suffixes of files that are never read as the output of a console."""
 _ANSI = r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)"
 _RAY = r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?"
 _STEP_LINE = re.compile(
     r"(?:\bEvaluated (\S+) \()?\b[Ss]tep[: ]\s*(\d{1,15})\)?\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\)?\s+[-|]\s|$)"
 )
-"""verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
+"""Pattern of step lines.
+
+verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
 `Evaluated math (Step 5) | Reward 0.1` of a validation."""
 _CONTINUED = r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*"
-"""A line that can continue a step line which a terminal has wrapped."""
+"""Pattern of a line that can continue a step line which a terminal has wrapped."""
 _NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
 _PAIR = rf"(?:^|\s[-|](?=\s))\s*((?!\s)(?:(?!\s[-|](?:\s|$)).)+?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])"
-"""Name and number of a metric in a step line; `9.1s` is no number."""
+"""Pattern of the name and number of a metric in a step line; `9.1s` is no number."""
 _NUMPY = r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)"
 _LITERAL = r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
-"""transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
+"""Pattern of a printed dict.
+
+transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`. slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
 _HEADING = r"\b[Ss]tep (\d{1,15})(?:/\d+)?(?: done\.)?\W*$"
 _QUOTE = r"\s*['\"]?"
 _POINT = rf"(?:[•*│{{,]{_QUOTE}|^\s*['\"])([^'\"│:•{{}},]*\w)['\"]?\s*[:│]{_QUOTE}{_NUMBER}['\"]?(?=\s*(?:[,}}│]|$))"
-"""A name and a number below a heading. NeMo-RL: `• Avg Reward: 0.1` below `===== Step 5/100 =====`; SkyRL:
+"""Pattern of a name and a number below a heading. NeMo-RL: `• Avg Reward: 0.1` below `===== Step 5/100 =====`; SkyRL:
 `'reward/avg_raw_reward': '0.1',` below `Step 5:`; AReaL and tinker-cookbook: cells of a table."""
 STAGES = (
     r"val|valid|validation|eval|evaluation|test|dev|heldout|held out",
     r"",
     r"train|training|trainer|critic|actor|rollouts?|policy",
 )
-"""Words of a validation, of neither and of training, in order of preference. Words of a name are set apart by one
-space here and below: `val-core/math/acc/mean@16` is "val core math acc mean@16"."""
+"""Patterns of words in a column's name: a validation, neither, training, in order of preference.
+
+`words` separates the words of a name by one space: `val-core/math/acc/mean@16` is "val core math acc mean@16"."""
 SCORES = (
     r"pass ?rate",
     r"acc|accuracy|accuracies|correct|correctness|exact match|em",
@@ -73,7 +78,7 @@ SCORES = (
     r"rewards?|returns?",
     r"^value$",
 )
-"""Words of a score, in order of preference within a stage."""
+"""Patterns of words in the name of a score, in order of preference within a stage of `STAGES`."""
 _BEST_OF = r"\b(?:best|maj|cons|pass)@(?!1\b)"
 _NO_SCORE = (
     r"\b(?:std|stderr|var|variance|min|max|loss|len|length|tokens?|time|seconds?|runtime|count|num|n|entropy|kl|lr|grad"
@@ -99,7 +104,9 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"_?runtime|relative time.*|elapsed(?![-_ ]?(?:m|h|d)).*|(?:train_|wall_(?:time_)?)?seconds", "seconds"),
     (r".*[-_ ]hours?", None),
 )
-"""(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: the name."""
+"""Patterns of a compute column's name (whole, in lower case) with the unit, in order of preference.
+
+The unit None stands for the name of the column."""
 _DAYTIME = r"(?i:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)"
 _THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"
 _STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_ ]?(\d+)/?", re.IGNORECASE)
@@ -110,7 +117,7 @@ Row = dict[str, Any]
 
 @record
 class TableFile:
-    """Rows of one run or of several; values are text (CSV) or JSON values."""
+    """A table with the rows of one or several runs; values are text (CSV) or JSON values."""
 
     path: Path
     """Path of the file."""
@@ -127,7 +134,7 @@ class TableFile:
 
 
 def table_error(path: Path, problem: str, *place: str) -> ValueError:
-    """The error of one line that names the file, the place in the file and the problem."""
+    """An error whose message names, in one line, the file, the place in the file and the problem."""
     return ValueError(": ".join([str(path), *place, problem]))
 
 
@@ -162,12 +169,12 @@ def read_tables(path: Path) -> list[TableFile]:
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise table_error(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
+        raise table_error(path, f"byte {error.object[error.start]:#04x} is not UTF-8; convert the file") from None
     start = text.lstrip()[:1]
     if not start:
         raise table_error(path, "the file is empty; it has to have a header and rows")
     if suffix in (".log", ".out", ".err"):
-        raise table_error(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
+        raise table_error(path, "no line has metrics, such as step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
     if suffix in (".jsonl", ".ndjson"):
         return [_from_jsonl(path, text)]
     if start in "[{" or suffix == ".json":
@@ -176,7 +183,10 @@ def read_tables(path: Path) -> list[TableFile]:
 
 
 def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **fields: Any) -> TableFile:
-    """A table of (number in the file, row). fields: other fields. Raises ValueError for a row that is no object."""
+    """A table of (row number in the file, row). fields: further fields of the table.
+
+    Raises ValueError for a row that is not an object.
+    """
     numbered = []
     for number, row in rows:
         if not isinstance(row, dict):
@@ -189,7 +199,7 @@ def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **fields:
 def _from_csv(path: Path, text: str) -> list[TableFile]:
     text = re.sub(r"(?m)^#.*$", "", text)
     first = text.lstrip().partition("\n")[0]
-    # the header alone tells: cells may have commas for decimal points
+    # only the header shows the delimiter, because cells may have decimal commas
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
@@ -202,14 +212,16 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     if len(header) < 2:
         problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
     elif duplicates:
-        problem = f"column {duplicates[0]!r} is there {header.count(duplicates[0])} times"
+        problem = f"column {duplicates[0]!r} occurs {header.count(duplicates[0])} times; names have to differ"
     elif not rows:
         problem = "there are no rows below the header"
     if problem:
         raise table_error(path, problem, "row 1")
     for number, cells in rows:
         if len(cells) != len(header):
-            raise table_error(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
+            raise table_error(
+                path, f"the row has {len(cells)} cells, and the header has {len(header)}", f"row {number}"
+            )
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", ((number, dict(zip(header, cells))) for number, cells in rows))
@@ -219,9 +231,10 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
 
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
-    """A table of each run of a W&B chart.
+    """Split the table of a W&B chart into one table for each run.
 
-    The chart has the column x, and `RUN - METRIC` of each run, alone and with __MIN and __MAX. RUN may contain " - ".
+    The chart has the column of the horizontal axis, and for each run the columns `RUN - METRIC`, `RUN - METRIC__MIN`
+    and `RUN - METRIC__MAX`. RUN may contain " - ".
     """
     x = table.columns[0]
     runs: dict[str, dict[str, str]] = {}
@@ -237,7 +250,7 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """The fault in JSON, without Python's advice to allow numbers of thousands of digits."""
+    """The message of an error in JSON, without Python's advice on numbers of thousands of digits."""
     return getattr(error, "msg", str(error).partition(";")[0])
 
 
@@ -274,7 +287,7 @@ def _from_json(path: Path, text: str) -> TableFile:
 
 
 def _rows_of(value: Any) -> tuple[str, list[Any]]:
-    """(layout, rows) of a list of rows, alone or in an object, of a list for each run, or of columns."""
+    """(layout, rows) of JSON: a list of rows, an object with a list of rows for one or each run, or columns."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
     if "log_history" in value:  # trainer_state.json has further lists
@@ -304,10 +317,10 @@ def _flat(row: Row) -> Row:
 
 
 def _from_console(path: Path, text: str) -> TableFile:
-    """The metrics in a console's output, without rows if there are no metrics.
+    """The table of the metrics in a console's output; the table has no rows if there are no metrics.
 
-    The kinds are step lines, literals, and points below headings. Only the first kind with at least `FEW_ROWS` rows
-    is read: a log with step lines prints its configuration as a literal.
+    Metrics may be printed as step lines, as dicts, or one by one below headings. Only the first of the kinds with at
+    least `FEW_ROWS` rows is read, because a log with step lines may print its configuration as a dict.
     """
     lined = []
     literals = []
@@ -331,7 +344,7 @@ def _from_console(path: Path, text: str) -> TableFile:
     if len(headed) > 1:
         headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
     kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
-    # a printed configuration may have one or two rows of a kind that comes first
+    # a printed configuration may look like one or two rows of a preferred kind
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
     axis = "step" if all("step" in row for _, row in rows) else None
     return table_of(path, "console log", rows, x=axis)
@@ -357,7 +370,7 @@ def _console_lines(text: str) -> list[tuple[int, str]]:
 def _numbers_of(literal: str) -> Row:
     """The numbers of an object in Python's or JSON's notation; empty for text that is no object."""
     try:
-        # Python warns about escapes in strings
+        # Python warns about invalid escapes in strings
         with warnings.catch_warnings(action="ignore"):
             value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
@@ -412,12 +425,12 @@ def stage(name: str) -> int:
 
 
 def may_be_score(name: str) -> bool:
-    """False for losses, lengths, spreads and the like."""
+    """Whether a name may be a score: False for names of losses, lengths, spreads and similar metrics."""
     return not re.search(_NO_SCORE, words(name))
 
 
 def score_rank(name: str) -> tuple[int, ...]:
-    """Rank of a name among scores, the lowest first; empty for a name of no score.
+    """Sort key of a score's name, lowest for the best score; empty for a name that is not a score.
 
     (stage, 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward), measure, 0 for the
     whole of several parts, words of the name)
@@ -482,7 +495,7 @@ def is_time_of_day(name: str, value: float) -> bool:
 
 
 def some_of(names: Sequence[str], targets: Sequence[str]) -> str:
-    """A clause with all columns; of more than six columns, with the three nearest to the targets."""
+    """Text that lists up to six columns; of more columns, the three with names nearest to the targets."""
     names = [*filter(None, names)]
     if len(names) <= 6:
         return f"the columns are {', '.join(names) or 'none'}"
@@ -490,4 +503,4 @@ def some_of(names: Sequence[str], targets: Sequence[str]) -> str:
     def nearness(name: str) -> float:
         return max(SequenceMatcher(None, words(name), target).ratio() for target in targets)
 
-    return f"the nearest: {', '.join(sorted(names, key=nearness)[:-4:-1])}"
+    return f"the columns with the nearest names: {', '.join(sorted(names, key=nearness)[:-4:-1])}"

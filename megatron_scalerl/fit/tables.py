@@ -1,4 +1,4 @@
-"""The rows of a forecast as text, JSON and HTML: rich shows the tables in a terminal, a template in a page.
+"""The results of a forecast as tables in a terminal (with rich), as JSON and as an HTML page.
 
 A page is one file that loads nothing from elsewhere. JSON has no inf and nan: both become null.
 """
@@ -26,7 +26,7 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 OUTSIDE = {True: "", False: "outside"}
-"""Whether a measurement lies inside the interval -> cell."""
+"""Whether a measurement lies inside the interval -> text of the table's cell."""
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
 PIPE_WIDTH = 200
@@ -37,7 +37,7 @@ PRECISE = "{:.4f}".format
 
 @record
 class Table:
-    """Cells as text. Numbers are aligned right."""
+    """A table of text cells, for a terminal or HTML. Numbers are aligned right."""
 
     columns: tuple[str, ...]
     """The header."""
@@ -46,7 +46,7 @@ class Table:
     title: str | None = None
     """Line above the table in the terminal."""
     labels: int = 1
-    """Columns of words, aligned left, which come first."""
+    """Number of leading columns that hold words, which are aligned left."""
 
     def __rich__(self) -> RichTable:
         """The table for a `rich.console.Console`. Cells are literal text, not markup."""
@@ -71,7 +71,7 @@ def show(items: Iterable[Table | str], console: Console) -> None:
 Style = Callable[[float], str]
 """A function that writes a number as text."""
 Section = tuple[str, tuple[Table | str, ...]]
-"""(heading, tables and lines)."""
+"""A section of the report as (heading, tables and lines of text)."""
 
 
 @record
@@ -83,9 +83,9 @@ class RunReport:
     fit: FitResult
     """The fit of the points in the window."""
     predictions: tuple[Prediction, ...]
-    """The forecast."""
+    """Forecasts at the computes of --predict."""
     decision: Decision
-    """The verdict."""
+    """Whether to continue the run, and why."""
     evaluation: ForecastEvaluation | None = None
     """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
@@ -93,7 +93,7 @@ class RunReport:
 
 
 def sections(runs: Sequence[RunReport]) -> list[Section]:
-    """Parameters, forecasts, and the forecast of points that were not fitted."""
+    """The sections with fitted parameters, forecasts, and forecasts of points that were not fitted."""
     parameters = Table(
         columns=("run", "A", "B", "C_mid", "R_0", "points", "rmse", "95 % of A at"),
         rows=tuple(
@@ -127,7 +127,7 @@ def _forecast(p: Prediction) -> tuple[str, str]:
 
 
 def evaluation_table(evaluation: ForecastEvaluation) -> Table:
-    """Forecast against measurement for points that were not fitted."""
+    """The table of forecasts and measurements for points that were not fitted."""
     cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
     return Table(
         title=f"{evaluation.fit.name}: points that were not fitted",
@@ -141,7 +141,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
 
 
 def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
-    """The runs' back-tests, and the comparison of the runs' recipes."""
+    """The sections with the runs' back-tests and with the comparison of the runs' recipes."""
     sections: list[Section] = []
     for run in runs:
         if run.backtest is not None:
@@ -190,7 +190,7 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
         ),
     )
     summaries = [
-        summary(comparison, arm) + (arm.change and f" Its recipe has {arm.change}.") for arm in comparison.arms
+        summary(comparison, arm) + (arm.change and f" Its recipe sets {arm.change}.") for arm in comparison.arms
     ]
     return (*left_out(comparison), table, *conclusions(comparison), *summaries)
 
@@ -199,7 +199,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
     if came is not None:
-        title += f"; {came:.3f} came"
+        title += f"; measured at the end: {came:.3f}"
     rows = []
     for outlook in outlooks:
         error = ""
@@ -218,9 +218,9 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> str:
-    """A compute with an interval; "never" for an infinite compute, "start" for 0, where R_0 is already as high.
+    """Text of a compute and its interval; "never" for an infinite compute, "start" for 0, if R_0 is high enough.
 
-    "[start, never]" is an unknown compute, as some draws never reach the pass rate.
+    "[start, never]" means that the compute is unknown, because some draws never reach the pass rate.
     """
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
@@ -282,7 +282,7 @@ def _finite(value: Any) -> Any:
 
 
 def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figure: Path) -> str:
-    """The page of runs, and of a comparison, with the figure (SVG) embedded."""
+    """The HTML page with the results of runs, a comparison if any, and the figure (SVG) embedded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # autoescape: names of runs and columns are the user's text

@@ -1,4 +1,4 @@
-"""Activation memory: bytes per token that layers save for the backward pass, by recompute setting.
+"""Activation memory: bytes per token that layers save for the backward pass, for each recompute setting.
 
 The saved tensors depend on the layers and on the device (`Kernels`):
 
@@ -55,7 +55,7 @@ def recompute_of(recipe: Recipe) -> Recompute:
     for module in modules:
         if module not in MODULES:
             raise ValueError(
-                f"megatron.model.recompute_modules: the planner does not know {module!r}; it knows "
+                f"megatron.model.recompute_modules: the planner does not know {module!r}; choose from "
                 f"{', '.join(MODULES)}"
             )
     if granularity not in ("none", "selective", "full"):
@@ -79,7 +79,7 @@ class Shape:
     out: int
     """Width of the output projection's input."""
     latent: int
-    """Width of the outputs of latent attention's narrow projections, which no rank shards. 0 for other attention."""
+    """Width of the down-projections' outputs in multi-head latent attention, which are not sharded; else 0."""
     projections: int
     """Number of elements of the weights of all attention projections."""
     heads: int
@@ -149,19 +149,19 @@ class LayerBytes:
     norms: float
     norm_outputs: float
     unfused_norm_outputs: float
-    """Bytes of `norm_outputs` that can be recomputed. A norm that is fused into a linear layer cannot."""
+    """Bytes of `norm_outputs` that can be recomputed: the outputs of norms that are not fused into linear layers."""
     attention: float
-    """Bytes of the projections' inputs, rotary angles, and norms of queries and keys."""
+    """Bytes that attention saves outside of core attention: projection inputs, rotary angles, norms of q and k."""
     core: float
-    """Bytes that core attention saves."""
+    """Bytes that core attention (scores, softmax, weighted sum) saves without recomputation."""
     core_inputs: float
-    """Bytes that core attention saves if it is recomputed."""
+    """Bytes of queries, keys and values, which core attention saves even if recomputed."""
     mlp: float
     """Bytes inside the dense MLP or the shared expert."""
     experts: float
     """Bytes of the router, of the dispatch, and inside the experts."""
     activation: float
-    """Bytes of `experts` that are the output of the activation function."""
+    """Part of `experts`: bytes of the outputs of the activation function."""
 
     @property
     def total(self) -> float:
@@ -213,7 +213,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
 
 
 def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
-    """Bytes per token that a norm of this width saves in addition to its output."""
+    """Bytes per token that a norm over `hidden` elements saves, without the output. width: bytes per element."""
     if kernels.device == "cpu":
         return 8 * hidden + 4
     return hidden * width + 4

@@ -46,7 +46,7 @@ class Assumptions:
         None,
         "s",
         "engines' pause for one weight update",
-        "computed from bytes, one card per GPU at half its rate",
+        "computed from bytes, one network card per GPU at half rate",
     )
     prompt_tokens: _AtLeast0 = _assumed(256, "tokens", "mean prompt length")
     thinking_median: _Positive = _assumed(
@@ -55,7 +55,7 @@ class Assumptions:
     thinking_sigma: _AtLeast0 = _assumed(0.6, "", "standard deviation of log thinking length")
     answer_median: _AtLeast0 = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5")
     kept_share: _Share = _assumed(
-        1.0, "share", "completions that pass the filters", "upper bound; the paper prints none"
+        1.0, "share", "completions that pass the filters", "upper bound; the paper gives no value"
     )
     runtime_gib: _AtLeast0 = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers")
     fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead on temporary memory")
@@ -67,7 +67,7 @@ class Assumptions:
 
 
 OF_EPISODES = ("turns", "reply_tokens", "reply_seconds")
-"""The fields that have an effect only with an environment."""
+"""Fields of `Assumptions` that have an effect only if the recipe has an environment."""
 
 
 def described() -> tuple[Field[Any], ...]:

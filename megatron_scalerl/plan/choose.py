@@ -28,10 +28,10 @@ SHORTEST = 1024
 SEQUENCES = 8
 """Smallest number of sequences of maximum length that an engine's KV cache has to hold."""
 SHARES = (0.25, 0.4, 0.55)
-"""Shares of a device that are tried for an engine on the trainer's devices."""
+"""Shares of a device's memory that are tried for an engine that shares the trainer's devices."""
 
 Layout = dict[str, Any]
-"""Section of the recipe -> its settings."""
+"""Name of a recipe's section -> settings in the section."""
 
 
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
@@ -50,16 +50,16 @@ def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
             remedies.append(f"--gpus {number}")
             break
         number *= 2
-    remedy = "write the recipe by hand, with a pipeline"
+    remedy = "write a recipe with pipeline parallelism by hand"
     if remedies:
-        remedy = f"these would do: {', or '.join(remedies)}"
+        remedy = f"settings that fit: {', or '.join(remedies)}"
     raise ValueError(f"--gpus: no layout of {recipe.policy.path} fits {gpus} x {gpu.name}; {remedy}")
 
 
 def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]:
-    """Smaller settings that fit the GPUs, as text for the error.
+    """Settings with which a layout fits the GPUs, as text for the error message.
 
-    They are shorter completions, and adapters with the longest completions that fit.
+    The settings are shorter completions, or adapters with the longest completions that fit.
     """
 
     def fits(completion: int) -> bool:
@@ -113,9 +113,9 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The section `engine` with the fewest devices, and then the smallest share of a device, for the KV cache.
+    """The smallest section `engine` whose KV cache is large enough: fewest devices, then smallest share of a device.
 
-    None if no size holds the KV cache.
+    None if no size is large enough.
     """
     heads = family.transformer["num_attention_heads"]
     for size in SIZES:

@@ -36,27 +36,26 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="key.path=value",
-        help="settings that override the recipe's; overlay=FILE: those of a file",
+        help="settings that override the recipe's; overlay=FILE takes the settings of a file",
     )
     p.add_argument(
         "--gpus",
         type=_number,
         required=True,
         metavar="N",
-        help="GPUs of trainer and engines together; 0: the CPUs of this machine",
+        help="number of GPUs of trainer and engines together; 0 plans for the CPUs of this machine",
     )
-    p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
+    p.add_argument("--gpu", choices=sorted(GPUS), help=f"GPU model; default: the model in --assumptions, else {GPU}")
     p.add_argument(
         "--layers",
         choices=get_args(Layers),
-        help="the trainer's layers: te, Transformer Engine's, or "
-        "plain, where it is not installed; default: those of --assumptions, else te",
+        help="the trainer's layers: te (Transformer Engine) or plain (without); default: as in --assumptions, or te",
     )
     p.add_argument(
         "--assumptions",
         type=Path,
         metavar="FILE",
-        help="measured constants that replace the defaults below, see docs/gpu.md; flags override it",
+        help="YAML file of measured constants that replace the defaults below (docs/gpu.md); flags override the file",
     )
     p.add_argument(
         "--config",
@@ -68,8 +67,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --check, skip building the ranks on the meta device, which verifies the parameter counts (5 s)",
     )
-    p.add_argument("--check", action="store_true", help="print one line only; exit code 2 if it does not fit")
-    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints only the JSON")
+    p.add_argument("--check", action="store_true", help="print one line only; exit code 2 if the recipe does not fit")
+    p.add_argument("--json", metavar="OUT|-", help="write the plan's numbers as JSON; - prints only the JSON")
     group = p.add_argument_group("assumptions and their defaults")
     for f in described():
         default = "computed"

@@ -72,7 +72,7 @@ def count(family: Family) -> Parameters:
 
 
 def trained_family(recipe: Recipe, family: Family) -> Family:
-    """The family with the weight map of the trained parameters. With policy.lora these are the adapters' alone."""
+    """The family with the weight map of the trained parameters: with policy.lora, of the adapters alone."""
     lora = recipe.policy.lora
     if lora is None:
         return family
@@ -80,7 +80,7 @@ def trained_family(recipe: Recipe, family: Family) -> Family:
 
 
 def elements(rule: Rule, size: int = 1) -> int:
-    """Number of a parameter's elements on rank 0 of a group of `size`. No rank has more than rank 0."""
+    """Number of a parameter's elements on rank 0 of a parallel group of `size` ranks, which no rank exceeds."""
     slices = ([index for index in piece.hf_index if isinstance(index, slice)] for piece in rule.pieces(0, size))
     return sum(math.prod(index.stop - index.start for index in piece) for piece in slices)
 

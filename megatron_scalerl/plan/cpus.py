@@ -1,7 +1,7 @@
 """The plan of a recipe on the CPUs of this machine: memory, cores and seconds.
 
-Memory is counted as for GPUs, and the libraries of each process are added. Seconds are FLOPs divided by a rate. The
-rate is measured: one thread of this machine multiplies matrices of the policy's width.
+Memory is counted as for GPUs, and the libraries of each process are added. Seconds are FLOPs divided by the
+FLOP/s of a thread, which are measured: a thread of this machine multiplies matrices of the policy's width.
 """
 
 import math
@@ -25,9 +25,9 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 TRAINER_SHARE = 0.8
-"""Share of the measured rate that a trainer reaches."""
+"""Share of the measured FLOP/s of a thread that a trainer reaches."""
 ENGINE_SHARE = 0.4
-"""Share of the measured rate that an engine reaches."""
+"""Share of the measured FLOP/s of a thread that an engine reaches."""
 ASSUMED = Assumptions(thinking_median=0.6, kept_share=0.7)
 """Assumptions for CPU recipes.
 
@@ -36,11 +36,11 @@ wrong are not trained."""
 LIBRARIES = {"controller": 0.6, "trainer": 0.7, "engine": 1.4}
 """Resident memory of a process before it holds a policy (GiB)."""
 FIXED_S = 1.0
-"""Time of a step that does not depend on the policy: batches, weight updates (s)."""
+"""Seconds of a step that do not depend on the policy, for batches and weight updates."""
 ROWS = 256
-"""Number of rows of the matrices in the measurement."""
+"""Number of rows of the matrices that `measured_flops` multiplies."""
 MEASURED_S = 0.3
-"""Processor time of the measurement (s)."""
+"""Processor time that `measured_flops` takes (s)."""
 
 
 @record
@@ -56,7 +56,7 @@ class CpuPlan:
     cores: int
     """Number of cores that this process may use."""
     seconds: Mapping[str, float]
-    """"trainer" and "engine" -> seconds of its work in a step, if nothing else used the cores."""
+    """Seconds of work in a step of all trainer ranks ("trainer") and all engines ("engine"), with enough cores."""
     step_seconds: float
     """Seconds of a step. Trainer and engine work at the same time, or in turn if there are too few cores."""
     run_seconds: float
@@ -68,7 +68,7 @@ class CpuPlan:
         excess = sum(self.gib.values()) - self.machine_gib
         if excess <= 0:
             return ""
-        return f"the run needs {excess:.1f} GiB more than this machine has; policy.lora={{}} needs less"
+        return f"the run needs {excess:.1f} GiB more than this machine has; policy.lora={{}} (adapters) needs less"
 
     def verdict(self) -> str:
         """The plan in one line."""

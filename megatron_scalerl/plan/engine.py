@@ -18,7 +18,7 @@ from megatron_scalerl.record import record
 MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default gpu_memory_utilization."""
 MAX_NUM_SEQS = 256
-"""Concurrent sequences if engine.vllm.max_num_seqs is not set. vLLM's default for servers is no lower."""
+"""Concurrent sequences of an engine if engine.vllm.max_num_seqs is not set. vLLM's default is no lower."""
 
 
 @record
@@ -27,7 +27,7 @@ class EngineMemory:
 
     devices: int
     copies: int
-    """Number of data-parallel copies of the policy, which share the experts."""
+    """Number of data-parallel copies of the policy in an engine; experts exist once."""
     context_tokens: int
     """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     weights_bytes: float
@@ -48,7 +48,7 @@ class EngineMemory:
 
     @property
     def total(self) -> float:
-        """Bytes that have to be free on the device."""
+        """Bytes that have to be free on a device before the engine starts."""
         # vLLM starts only where its whole share, gpu_memory_utilization of the device, is free.
         return max(self.limit_bytes, self.used_bytes) + self.group_bytes
 
@@ -76,7 +76,7 @@ class Decoding:
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Seconds for the prefill of a prompt and, in an episode of several turns, of the later text."""
+    """Seconds for the prefill of a prompt and, in an episode of several turns, of the text before later turns."""
     running: int
     """Largest number of concurrent completions. Further completions are queued in the engine."""
 
@@ -100,7 +100,7 @@ def engine_memory(
     product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
         raise ValueError(
-            f"engine.vllm.tensor_parallel_size: the parallel sizes multiply to {product}, and "
+            f"engine.vllm.tensor_parallel_size: the product of vLLM's parallel sizes is {product}, and "
             f"engine.devices_per_engine is {devices}; make them equal"
         )
     t = family.transformer

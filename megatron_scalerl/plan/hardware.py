@@ -9,7 +9,7 @@ from megatron_scalerl.record import record
 MIB = 2**20
 GIB = 2**30
 Layers = Literal["te", "plain"]
-"""Transformer Engine's layers, or Megatron-Core's own."""
+"""Layers of the trainer: Transformer Engine's ("te") or Megatron-Core's own ("plain")."""
 Device = Literal["cpu", "gpu"]
 
 
@@ -45,7 +45,7 @@ GPUS: dict[str, Gpu] = {
         nvlink_bytes_per_second=450e9,
         nic_bytes_per_second=50e9,
         per_node=8,
-        source="NVIDIA H100 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H100",
+        source="NVIDIA H100 data sheet; memory as nvidia-smi shows it; 400 Gb/s network card per GPU as in DGX H100",
         device_names=("NVIDIA H100 80GB HBM3",),
         capability=(9, 0),
     ),
@@ -57,7 +57,7 @@ GPUS: dict[str, Gpu] = {
         nvlink_bytes_per_second=450e9,
         nic_bytes_per_second=50e9,
         per_node=8,
-        source="NVIDIA H200 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H200",
+        source="NVIDIA H200 data sheet; memory as nvidia-smi shows it; 400 Gb/s network card per GPU as in DGX H200",
         device_names=("NVIDIA H200",),
         capability=(9, 0),
     ),
@@ -69,7 +69,7 @@ GPUS: dict[str, Gpu] = {
         nvlink_bytes_per_second=900e9,
         nic_bytes_per_second=100e9,
         per_node=8,
-        source="NVIDIA HGX B300 data sheet over 8 GPUs; 800 Gb/s card a GPU",
+        source="NVIDIA HGX B300 data sheet over 8 GPUs; 800 Gb/s network card per GPU",
         device_names=("NVIDIA B300 SXM6 AC",),
         capability=(10, 3),
     ),
@@ -81,7 +81,7 @@ GPUS: dict[str, Gpu] = {
         nvlink_bytes_per_second=900e9,
         nic_bytes_per_second=50e9,
         per_node=4,
-        source="NVIDIA GB200 NVL72 data sheet over 72 GPUs; 400 Gb/s card a GPU",
+        source="NVIDIA GB200 NVL72 data sheet over 72 GPUs; 400 Gb/s network card per GPU",
         device_names=("NVIDIA GB200",),
         capability=(10, 0),
     ),
@@ -93,7 +93,7 @@ GPUS: dict[str, Gpu] = {
         nvlink_bytes_per_second=32e9,
         nic_bytes_per_second=12.5e9,
         per_node=8,
-        source="NVIDIA Ada whitepaper; memory as nvidia-smi shows it; PCIe 4.0 x16; a card of 100 Gb/s is assumed",
+        source="NVIDIA Ada whitepaper; memory as nvidia-smi shows it; PCIe 4.0 x16; a 100 Gb/s card is assumed",
         device_names=("NVIDIA GeForce RTX 4090",),
         capability=(8, 9),
     ),
@@ -102,7 +102,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of_device(name: str) -> str | None:
-    """The key of `GPUS` for a CUDA device name or a key; None for other GPUs.
+    """The key of `GPUS` that belongs to a CUDA device name, or is `name`; None for an unknown GPU.
 
     Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
     """

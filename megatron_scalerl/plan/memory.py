@@ -1,7 +1,8 @@
 """Peak memory of one trainer rank: static memory, activations, workspaces.
 
-Bytes per parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
-fp32 weights 4 + 4 + 8/d (which serve as main weights); weights that adapters freeze 2 or 4. The peak is in the
+Bytes per parameter with Megatron's distributed optimizer over d ranks, as weight + fp32 gradient + optimizer state:
+2 + 4 + 12/d for bf16 weights, 4 + 4 + 8/d for fp32 weights (which serve as main weights), and 2 or 4 for weights that
+adapters freeze. The peak is in the
 backward pass, when all saved activations are allocated and in addition either the logits or the recomputation and
 gradients of one layer. The optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without
 Transformer Engine and apex, clipping copies one gradient after another to fp32: with few activations the copy of the
@@ -25,7 +26,8 @@ from megatron_scalerl.record import record
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 CPU_RUNTIME_BYTES = 72 * MIB
-"""Code pages, thread pools and kernels that a CPU process has added after its first step (measured, machine A)."""
+"""Code pages, thread pools and kernels that a CPU process has added after its first step (measured on machine A
+of docs/measurements.md)."""
 CPU_KERNEL_CACHE_BYTES = 256 * MIB
 """oneDNN caches a bf16 kernel for each of its last 1,024 shapes; experts have new shapes in every call (measured)."""
 _CAST_COLUMNS = 4096
@@ -40,7 +42,7 @@ class Term:
     name: str
     bytes: float
     moving: bool = False
-    """Whether a micro-batch allocates and frees the memory: `Assumptions.fragmentation` is a share of this memory."""
+    """Whether every micro-batch allocates and frees the memory. Only such memory is counted for fragmentation."""
 
 
 @record
@@ -69,14 +71,14 @@ def trainer_memory(
 ) -> tuple[RankMemory, ...]:
     """Peak memory of each pipeline stage. Raises ValueError for unsupported options.
 
-    micro_batches: per step; bounds the micro-batches in flight in a pipeline. group_bytes: of the broadcast groups
-    that send weights.
+    micro_batches: number per step, which bounds the micro-batches in flight in a pipeline. group_bytes: buffers of
+    the broadcast groups over which a rank sends weights.
     """
     if kernels == PLAIN_ON_GPU:
         _check_attention(recipe, family, layout)
     for key in _NOT_COUNTED:
         if recipe.megatron.optimizer.get(key):
-            raise ValueError(f"megatron.optimizer.{key}: the planner does not support it; leave it out")
+            raise ValueError(f"megatron.optimizer.{key}: the planner does not support this option; leave it out")
     return tuple(
         _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage, group_bytes)
         for stage in range(layout.pp)
@@ -220,7 +222,7 @@ def _activations(
 
 
 def _setting_of(recompute: Recompute, index: int) -> Recompute:
-    """The setting of layer `index` of a model chunk."""
+    """The recompute setting that applies to layer `index` of a model chunk."""
     # The method "block" recomputes only the first layers of a chunk.
     if recompute.granularity == "full" and recompute.method == "block" and index >= recompute.layers:
         return Recompute(granularity="none")
@@ -228,7 +230,7 @@ def _setting_of(recompute: Recompute, index: int) -> Recompute:
 
 
 def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: int) -> float:
-    """Bytes per token saved before the first and after the last layer."""
+    """Bytes per token that a stage saves outside of layers, at the embedding and at the final norm and head."""
     hidden = family.transformer["hidden_size"]
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
@@ -242,7 +244,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
 
 
 def in_chunk(recipe: Recipe) -> bool:
-    """True if the loss is computed in the chunks of the logits, which are then computed once."""
+    """Whether the loss is computed chunk by chunk together with the logits, so that logits are computed only once."""
     return recipe.trainer.loss_in_chunk and algorithm_of(recipe).separable
 
 

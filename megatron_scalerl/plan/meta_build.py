@@ -23,7 +23,7 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     Engine's layers. Raises ValueError if Megatron rejects the recipe.
     """
     if plan.layout.chunks > 1:
-        return "not built: an interleaved pipeline requires a GPU"
+        return "parameter counts not verified: building an interleaved pipeline requires a GPU"
     with ProcessPoolExecutor(1, get_context("spawn"), _quiet) as pool:
         built = pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
@@ -43,7 +43,7 @@ def _quiet() -> None:
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
-    """For each pipeline stage the counts {"dense": n, "expert": n}. Raises ValueError as building the policy does."""
+    """Counts {"dense": n, "expert": n} of each pipeline stage. Raises ValueError if the policy cannot be built."""
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)

@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Completions simulated after the warm-up; ten steps if ten steps have more."""
+"""Number of completions that are simulated after the warm-up, and at least ten steps."""
 
 
 @record
@@ -35,7 +35,7 @@ class RunPlan:
     gpus: int
     assumed: Assumptions
     sources: Mapping[str, str]
-    """Where the value of each assumption that counts comes from, by field."""
+    """Field of `Assumptions` -> source of the value, for assumptions that matter to this recipe."""
     layers: Layers
     """Layers of the trainer."""
     unfused: str
@@ -53,10 +53,10 @@ class RunPlan:
     work: StepWork
     update: UpdateWork
     publish_seconds: float
-    """Pause of the engines for one weight update, assumed."""
+    """Assumed pause of the engines for one weight update (seconds)."""
     timing: Timing
     best: tuple[Simulated, ...]
-    """The fastest splits of the same GPUs, fastest first."""
+    """The fastest splits of `gpus` into trainer and engines, fastest first."""
 
     @property
     def recompute(self) -> str:
@@ -70,7 +70,7 @@ class RunPlan:
 
     @property
     def room(self) -> float:
-        """Bytes of a device for its trainer rank."""
+        """Bytes of a device that a trainer rank may use."""
         return _room(self.recipe, self.gpu, self.engine)
 
     @property
@@ -80,7 +80,7 @@ class RunPlan:
 
     @property
     def update_bounds(self) -> dict[str, float]:
-        """Link -> lower bound of a weight update's seconds."""
+        """Kind of network link -> lower bound of the time of a weight update (seconds)."""
         rates = {
             "one card per GPU": self.gpu.nic_bytes_per_second,
             "NVLink inside one machine": self.gpu.nvlink_bytes_per_second,
@@ -98,13 +98,13 @@ class RunPlan:
         return text + f", or megatron.model.recompute_granularity: selective with recompute_modules: [{modules}]"
 
     def problems(self) -> list[str]:
-        """The problems, each in a line: which rank or engine does not fit, and by how much."""
+        """One line for each reason why the plan does not fit, such as the missing memory of a trainer rank."""
         engine = ""
         if self.recipe.engine.colocate:
             engine = f" and an engine {self.engine.total / GIB:.1f}"
         lines = [
             f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB{engine}, {self.gpu.name} has "
-            f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.room) / GIB:.1f} GiB too much"
+            f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.room) / GIB:.1f} GiB are missing"
             for s in self.trainer
             if s.total > self.room
         ]
@@ -113,7 +113,7 @@ class RunPlan:
         if self.engine.missing_bytes:
             lines.append(
                 f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
-                f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
+                f"{self.engine.missing_bytes / GIB:.1f} GiB per device are missing"
             )
         if self.engine.devices > self.gpu.per_node:
             lines.append(
@@ -141,7 +141,7 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
+    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
@@ -204,7 +204,7 @@ def _unfused(recipe: Recipe, family: Family, gpu: Gpu, layout: Layout, longest: 
 
 
 def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
-    """The sources of assumptions that count; assumptions of episodes count only with an environment."""
+    """The sources of the assumptions that matter to this recipe. `OF_EPISODES` matter only with an environment."""
     return {name: source for name, source in sources.items() if recipe.episodes or name not in OF_EPISODES}
 
 
@@ -246,21 +246,21 @@ def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
-    """Buffers of the groups over which a member sends or gets weights over NCCL."""
+    """Bytes of a member's buffers for `groups` NCCL broadcast groups of weights; 0 if NCCL is not used."""
     if recipe.engine.colocate or recipe.weights.transport not in ("auto", "nccl"):
         return 0
     return groups * GROUP_BYTES
 
 
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
-    """Bytes of a device for its trainer rank."""
+    """Bytes of a device that a trainer rank may use."""
     if recipe.engine.colocate:
         return gpu.memory_bytes - engine.total
     return gpu.memory_bytes
 
 
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
-    """The fastest splits that fit, or the fastest of all if none fits."""
+    """The fastest splits that fit the devices' memory, or the fastest of all splits if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     # If no split fits, the fastest split shows by how much.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}

@@ -76,13 +76,13 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     policy = family(hf_config)
     if recipe.adapters_alone and policy.transformer.get("num_moe_experts"):
         raise ValueError(
-            "weights.adapters: engines compute no adapters of experts; set it to merged, which sends the experts' "
-            "weights with their adapters"
+            "weights.adapters: engines cannot apply adapters of experts; set merged, which merges the adapters into "
+            "the weights that are sent"
         )
     if HAVE_GPU and recipe.adapters_alone and (recipe.policy.dtype == "float32" or recipe.rollouts.deterministic):
         raise ValueError(
             "weights.adapters: on GPUs vLLM computes adapters alone in bfloat16 and adds in no fixed order, which "
-            "excludes policy.dtype float32 and rollouts.deterministic; set it to merged"
+            "excludes policy.dtype float32 and rollouts.deterministic; set merged"
         )
     megatron = recipe.megatron
     if recipe.policy.lora or megatron.model or megatron.parallel or megatron.ddp or megatron.optimizer:
@@ -109,7 +109,11 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
 
 
 def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None:
-    """Raises ValueError if algorithm.kl's policy has other tokens for some ids, or another number of head rows."""
+    """Check the second policies: algorithm.kl and the teachers.
+
+    Raises ValueError if a tokenizer's vocabulary, or vocab_size or attention_chunk_size of algorithm.kl, differs from
+    the policy's.
+    """
     folders = {f"teachers.{name}.path": teacher.path for name, teacher in recipe.algorithm.teachers.items()}
     section = recipe.algorithm.kl
     if section is not None and section.to != "base":

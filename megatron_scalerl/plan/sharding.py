@@ -55,7 +55,7 @@ class Layout(ParallelSizes):
         return 1
 
     def layers_in_flight(self, stage: int, micro_batches: int) -> int:
-        """Largest number of layers x micro-batches whose activations a stage holds at once."""
+        """Largest number of (layer, micro-batch) pairs whose activations a pipeline stage holds at the same time."""
         layers = len(self.stages[stage])
         # In the schedule 1F1B, a stage starts a backward pass once a micro-batch has come back from the last stage.
         if self.chunks == 1:

@@ -75,7 +75,7 @@ class _Engine:
     clock: float = 0.0
     """Time up to which `progress` counts. During weight updates and prefill this time is in the future."""
     progress: float = 0.0
-    """Tokens that a completion running from the start would have by now."""
+    """Number of tokens that a completion would have if it had run since the start of the simulation."""
     running: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (value of `progress` at the completion's end, group)."""
     away: deque[tuple[float, int]] = field(default_factory=deque)
@@ -85,7 +85,7 @@ class _Engine:
     load: int = 0
     """Number of running, waiting and queued completions."""
     stamp: int = 0
-    """Number of the engine's latest event. The run's heap may still hold earlier events, which are void."""
+    """Sequence number of the engine's latest event. Earlier events that are still in the run's heap are void."""
     idle: float = 0.0
     """Seconds without a running completion."""
     busy: float = 0.0
@@ -128,7 +128,7 @@ class _Run:
         self.gate = gate_of(s.rollouts)
         self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
         self.events: list[tuple[float, int, int]] = []
-        """Heap of (time, engine, stamp)."""
+        """Heap of events, as (time, index of the engine, `stamp` of the engine at that time)."""
         self.unfinished_counts: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.started: dict[int, int] = {}
@@ -136,10 +136,10 @@ class _Run:
         self.version = self.served = 0
         self.now = 0.0
         self.lacks_room = False
-        """True while the gate admits a group for which no engine has room."""
+        """Whether the gate admits a further group, but no engine has room for the group."""
 
     def admit(self) -> None:
-        """Start groups while the gate admits them and an engine has room."""
+        """Start groups as long as the gate admits groups and an engine has room."""
         while self.gate.may_start():
             loads = [engine.load for engine in self.engines]
             index = loads.index(min(loads))

@@ -10,7 +10,7 @@ from megatron_scalerl.recipe.parallel_layout import sizes_of
 from megatron_scalerl.record import record
 
 SIMULATED = 5
-"""Number of splits to simulate, the fastest by estimate."""
+"""Number of splits that are simulated: the fastest by estimate."""
 
 
 @record
@@ -65,7 +65,7 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
-    """The settings of `base` for another split.
+    """The settings of `base` for the split `split`.
 
     Two processes on one GPU take turns, because without MPS the driver slices the time. So both slow down, and a step
     takes as long as training and generation together.
@@ -105,9 +105,9 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
 
 def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:
-    """Estimated seconds per step and update.
+    """Estimated seconds of a step with its weight update.
 
-    These are the seconds of the slower side, or of both sides if trainer and engines take turns.
+    The slower of trainer and engines determines the time; if trainer and engines take turns, both times add up.
     """
     generate = generate_seconds(base, split)
     if base.rollouts.schedule == "ppo_off_policy" or base.takes_turns:

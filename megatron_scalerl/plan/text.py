@@ -30,8 +30,8 @@ def _summary(plan: RunPlan) -> Table:
     if p.experts:
         rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
     if p.passthrough:
-        total = f"{p.total + p.passthrough:,}; multi-token prediction, not loaded"
-        rows.append(("  with what is not trained", total))
+        total = f"{p.total + p.passthrough:,}; layers of multi-token prediction are not loaded"
+        rows.append(("  with untrained layers", total))
     generate = f"{engines * devices} generate: {engines} engines of {devices}"
     if plan.recipe.engine.colocate:
         generate = f"the same {generate}"
@@ -55,7 +55,7 @@ def verdict(plan: RunPlan) -> str:
 
 
 def _other_split(plan: RunPlan) -> str:
-    """The settings for the planner's split; empty if the recipe's own split takes exactly these GPUs."""
+    """Text with the settings of the planner's split; empty if the recipe's split takes exactly the given GPUs."""
     if plan.split_is_recipes:
         return ""
     return (
@@ -83,9 +83,7 @@ def bottleneck(plan: RunPlan) -> str:
     """Whether training or generation limits the speed."""
     t = plan.timing
     if plan.recipe.rollouts.schedule == "ppo_off_policy" or plan.recipe.engine.colocate:
-        return (
-            f"in turn: the trainer waits {t.trainer_waits:.0%} of the time, engines idle {t.engines_idle:.0%} of it"
-        )
+        return f"taking turns: the trainer waits {t.trainer_waits:.0%} of the time, engines idle {t.engines_idle:.0%}"
     if t.trainer_waits >= 0.02:
         return f"generation-bound: the trainer waits for batches {t.trainer_waits:.0%} of the time"
     if plan.best and plan.best[0].timing.step_seconds < 0.98 * t.step_seconds:
@@ -164,7 +162,7 @@ def _step(plan: RunPlan) -> Table:
         ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained, prompts included"),
         ("FLOPs", f"{w.model_flops:.3g} model, {w.hardware_flops:.3g} hardware (with recomputation)"),
         ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
-        ("weight update", f"{u.bytes / gb:,.1f} GB; {plan.publish_seconds:.2f} s assumed"),
+        ("weight update", f"{u.bytes / gb:,.1f} GB; engines assumed to pause {plan.publish_seconds:.2f} s"),
         ("  each", traffic),
         *bounds,
     )
@@ -207,4 +205,4 @@ def _assumptions(plan: RunPlan) -> Table:
         rows.append(("--" + f.name.replace("_", "-"), value_text, f.metadata["what"], plan.sources[f.name]))
     rows.append(("--gpu", "", plan.gpu.name, plan.gpu.source))
     columns = ("flag", "value", "what", "source")
-    return Table(title="assumptions; each is a flag", columns=columns, rows=tuple(rows), labels=4)
+    return Table(title="assumptions, which flags replace", columns=columns, rows=tuple(rows), labels=4)

@@ -74,12 +74,12 @@ class UpdateWork:
         return max(self.received.values())
 
     def bound_seconds(self, bytes_per_second: float) -> float:
-        """Lower bound of an update's seconds, at which the busiest sender or worker moves its bytes at this rate."""
+        """Lower bound of the time of a weight update (seconds), by the bytes of the busiest sender or worker."""
         return max(self.most_sent, self.most_received) / bytes_per_second
 
 
 def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
-    """The work of a weight update of this recipe, with the trainer in this layout."""
+    """The bytes that move in a weight update of this recipe, with the trainer in `layout`."""
     if recipe.adapters_alone:
         family = trained_family(recipe, family)
     return _shape_work(
@@ -95,7 +95,7 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
 def _shape_work(
     family: Family, dtype: str, layout: Layout, engine: EngineShape, *, bucket_mib: int, most_senders: int
 ) -> UpdateWork:
-    """The work of a weight update from a trainer in this layout to engines of this shape."""
+    """The bytes that move in a weight update from a trainer in `layout` to engines of the shape `engine`."""
     parameters = manifest(family, dtype)
     needs = worker_needs(family, engine)
     stages = {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers}
@@ -134,9 +134,9 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] the needs of each worker of an engine.
+    """[shards] the ranges of each tensor that a worker of an engine needs, for each worker.
 
-    If there are fewer key-value heads than workers, the heads are counted as if split.
+    If there are fewer key-value heads than workers, the heads are counted as if split between workers.
     """
     layers = len(family.layers)
     experts = family.transformer.get("num_moe_experts") or 0

@@ -1,6 +1,4 @@
-"""The trial of a user's verifier on the first rows, before a run.
-
-A mistake in the verifier's results then shows before the run starts."""
+"""The trial of a user's verifier on the first rows of the prompts, which shows mistakes before a run starts."""
 
 import asyncio
 import logging
@@ -78,12 +76,14 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
     unreached = [outcome.reason for outcome in outcomes if outcome.unavailable and not outcome.error]
     if any(outcome.value is not None for outcome in outcomes):
         if not right:
-            logger.warning("%s: no reference of the first %d rows is scored as right", head, len(prompts))
+            logger.warning(
+                "%s: the verifier scores no reference answer of the first %d rows as right", head, len(prompts)
+            )
     elif unreached:
         logger.warning("%s was not tried: %s", head, unreached[0])
     elif outcomes:
         reason = (outcomes[0].error or outcomes[0].limit).strip().splitlines()[-1]
         raise ValueError(
-            f"{head} gives no reward for any of {len(outcomes)} answers, not for the reference of "
+            f"{head} gives no reward for any of {len(outcomes)} answers, not even for the reference of "
             f"{prompts[0].prompt_id}: {reason}"
         )

@@ -18,7 +18,7 @@ from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.record import record
 
 DRAWN = 20_000
-"""Number of completion lengths that are drawn."""
+"""Number of completion lengths that `assumed_lengths` draws."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Lengths:
     def mean_resident(self) -> float:
         """Mean current length of the completions that run at one moment.
 
-        Without replies it is E[L^2] / 2 E[L]. Replies are assumed to come evenly.
+        Without replies the mean is E[L^2] / 2 E[L]. Replies are assumed to be spread evenly over an episode.
         """
         return fmean(n * (n + self.written) for n in self.tokens) / (2 * self.mean)
 

@@ -173,7 +173,7 @@ def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
             {},
             sums(30),
             ["--gpus", 1],
-            "fits 1 x NVIDIA H100 SXM 80 GB; these would do: policy.lora={} interruption.thi",
+            "fits 1 x NVIDIA H100 SXM 80 GB; settings that fit: policy.lora={} interruption.thi",
         ),
         ({}, sums(30), ["--gpus", -1], "--gpus: -1 is no number of GPUs; 0 stands for CPUs"),
         ({}, sums(1), [], "one prompt is too few to train on one and to validate on another"),

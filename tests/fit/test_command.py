@@ -146,9 +146,9 @@ def test_a_collapse_is_said_with_both_its_ends(tmp_path, capsys):
     assert main([table_of(tmp_path, COLLAPSED), "--backtest"]) == 0
     printed = capsys.readouterr().out
     assert "verdict: stop: the pass rate has fallen from 0.330 at 60 to 0.000 at the end;" in printed
-    assert "which no forecast before it foresaw" in printed and re.search(r"up to 0\.2\d\d off", printed)
+    assert "which no forecast from before the fall predicted" in printed and re.search(r"error was 0\.2\d\d", printed)
     assert main([table_of(tmp_path, [*COLLAPSED[:7], 0.0])]) == 0
-    assert "the last pass rate, 0.000, is less than half of those before it" in capsys.readouterr().out
+    assert "the last pass rate, 0.000, is less than half of each of the three before" in capsys.readouterr().out
 
 
 def test_a_ceiling_that_the_start_is_near_is_reached_at_the_start(tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_runs_over_different_units_are_refused(tmp_path, capsys):
 def test_too_few_points_are_one_line(tmp_path, capsys):
     assert main([table_of(tmp_path, [0.5])]) == 2
     assert capsys.readouterr().err.endswith(
-        "run: points with compute > 0 in the window: 1; a fit needs at least 3 "
+        "run: 1 points with compute > 0 are in the window; a fit needs at least 3 "
         "(read run: table, 1 points of accuracy over step (10 to 10 steps))\n"
     )
 
@@ -210,7 +210,7 @@ def test_titles_and_legends_of_figures_lie_inside_and_off_the_points(names, tmp_
     (figure,) = drawn
     figure.canvas.draw()
     (axes,), (legend,) = figure.axes, figure.legends
-    assert legend.get_title().get_text().startswith("Dashed (forecast) differs from solid (fit)")
+    assert legend.get_title().get_text().startswith("Solid: the fitted sigmoid. Dashed: the forecast")
     for text in (axes.title, *legend.get_texts(), legend.get_title()):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1, text

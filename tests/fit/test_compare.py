@@ -104,7 +104,7 @@ def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
     folders = [str(folder) for folder in two_recipes(tmp_path, asymptote=0.62)]
     assert main([*folders, "--compare", "--json", str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out
-    assert "dapo lowers the ceiling: A -0.1" in out and "Moves the ceiling: dapo (A -0.1" in out
+    assert "dapo lowers the ceiling: A -0.1" in out and "differs from the reference's: dapo (A -0.1" in out
     found = json.loads((tmp_path / "a.json").read_text())["comparison"]
     assert [(arm["name"], len(arm["runs"])) for arm in found["arms"]] == [("scalerl", 3), ("dapo", 3)]
     low, high = (found["arms"][1]["ceiling"][end] for end in ("lo", "hi"))
@@ -119,7 +119,7 @@ def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
         1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
     )
     assert "It is less efficient" in summary(comparison, dapo)
-    assert any("Changes the efficiency: dapo" in line for line in conclusions(comparison))
+    assert any("The efficiency differs from the reference's: dapo" in line for line in conclusions(comparison))
 
 
 def test_a_compute_that_some_draws_never_reach_has_no_ends(tmp_path):
@@ -131,7 +131,7 @@ def test_what_cannot_be_told_apart_is_said(tmp_path):
     comparison = compared(read(two_recipes(tmp_path, deviation=0.04, seeds=(1, 2))))
     said = summary(comparison, comparison.arm("dapo"))
     assert "cannot be told from 2 runs" in said
-    assert any(line.startswith("Cannot be told apart") for line in conclusions(comparison))
+    assert any(line.startswith("These seeds are too few") for line in conclusions(comparison))
 
 
 def test_one_run_of_each_decides_nothing(tmp_path):
@@ -139,7 +139,7 @@ def test_one_run_of_each_decides_nothing(tmp_path):
     said = summary(comparison, comparison.arm("dapo"))
     assert "one run decides nothing" in said and "outside the paper's margin of ±0.02" in said
     lines = conclusions(comparison)
-    assert "nothing is decided" in lines[0] and not any("Moves" in line for line in lines)
+    assert "Nothing is decided" in lines[0] and not any("differs from" in line for line in lines)
 
 
 def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
@@ -168,7 +168,7 @@ def test_a_run_that_falls_is_left_out_of_its_arm(tmp_path):
     assert [arm.asymptote for arm in comparison.arms] == [arm.asymptote for arm in steady.arms]
     assert comparison.pass_rate == steady.pass_rate and steady.falling == {}
     assert comparison.arm("dapo").to_reach == steady.arm("dapo").to_reach
-    assert left_out(comparison) == ["dapo: 1 of 2 runs fall and are left out: dapo_seed2."]
+    assert left_out(comparison) == ["dapo: 1 of 2 runs are left out, as pass rates fall: dapo_seed2."]
     assert comparison_json(comparison)["conclusions"][0] == left_out(comparison)[0]
 
 
@@ -180,7 +180,10 @@ def test_an_arm_that_falls_in_every_run_is_not_compared(tmp_path):
         [arm] = comparison.arms
         assert (arm.name, arm.runs, arm.ceiling) == ("scalerl", 2, None)
         [sentence] = left_out(comparison)
-        assert sentence == "dapo is not compared and no reference, as every run of it falls: dapo_seed1, dapo_seed2."
+        assert sentence == (
+            "dapo is not compared, not even as a reference, because the pass rates of all its runs fall: "
+            "dapo_seed1, dapo_seed2."
+        )
     nothing = compared([collapsed(curve) for curve in curves])
     assert nothing.arms == () and len(left_out(nothing)) == 2
     assert comparison_json(nothing)["pass_rate"] is None

@@ -17,13 +17,13 @@ def test_step_lines_alone_are_read_however_a_console_breaks_them(path):
     (curve,) = read_curves(path)
     assert curve.pass_rate.tolist() == RATES and curve.initial == 0.1
     assert "10 points of val-core/math_dapo/acc/mean@32 over step (10 to 100 steps), R_0" in curve.read
-    assert "also there: critic/score/mean (--score)" in curve.read
+    assert "further scores: critic/score/mean (--score)" in curve.read
 
 
 def test_of_a_second_run_in_one_console_log_the_last_is_read():
     (curve,) = read_curves(DATA / "two_runs.log")
     assert curve.compute.tolist() == STEPS[:5] and curve.pass_rate.tolist() == [0.7] * 5
-    assert len(curve.notes) == 2 and "5 rows of an attempt that a later one replaced" in curve.notes[1]
+    assert len(curve.notes) == 2 and "5 rows were left out, because a resumed run" in curve.notes[1]
 
 
 def test_a_log_without_metrics_is_refused(tmp_path):

@@ -149,10 +149,10 @@ def test_truncations_above_ten_percent_are_a_warning():
     compute, measured = synthetic(n=10)
     shares = np.linspace(0.0, 0.18, 10)
     result = fit(compute, measured, initial=0.4, truncated_share=shares)
-    (warning,) = [w for w in result.warnings if "truncations" in w]
+    (warning,) = [w for w in result.warnings if "truncated" in w]
     assert "18 %" in warning and "first at 0.7" in warning
     half = fit(compute, measured, initial=0.4, truncated_share=shares / 2)
-    assert not any("truncations" in w for w in half.warnings)
+    assert not any("truncated" in w for w in half.warnings)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_truncations_above_ten_percent_are_a_warning():
         ({"pass_rate": [0.5, 0.6, 1.2]}, r"^pass_rate is 1.2 at point 3;"),
         ({"compute": [1.0, -2.0, 3.0]}, "^compute is -2.0 at point 2;"),
         ({"method": "magic"}, "^method is 'magic'; .*robust"),
-        ({"fit_from": 2.5}, "in the window: 1; .* 3$"),
+        ({"fit_from": 2.5}, "1 points .* in the window; .* 3$"),
         ({"fixed_asymptote": 0.3}, r"^fixed asymptote: 0.3 is"),
         ({"pass_rate": [0.9, 0.9, 0.9], "initial": 0.9, "method": "paper"}, "^method paper: R_0 is 0.900"),
         ({"prompts": 0, "generations": 4}, r"^prompts is 0.0; .*\[1, 1e\+09\]"),
@@ -301,7 +301,7 @@ def test_sizes_of_new_measurements_are_checked(compute, completions, message):
 
 def test_what_a_forecast_is_compared_with_is_checked():
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
-    with refused(r"^predict: completions: .* no prompts"):
+    with refused("^predict: completions require a fit with prompts"):
         found.predict([2.0], completions=[800])
     with refused(r"^evaluate: 1 pass rates .* 2 computes"):
         found.evaluate([2.0, 3.0], [0.7])

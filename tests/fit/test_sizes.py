@@ -80,8 +80,8 @@ def test_a_ladder_of_runs(capsys, tmp_path):
     runs = written(tmp_path, levels)
     assert main([*runs, "--across-sizes", "0.6,1.7,4,8", "--next", "20", "--json", tmp_path / "out.json"]) == 0
     printed = capsys.readouterr().out
-    assert printed.index("by the other sizes") < printed.index("Each size left out: mean error")
-    assert printed.index("Each size left out: mean error") < printed.index("forecast of size 20:")
+    assert printed.index("by the other sizes") < printed.index("Mean error for a left-out size")
+    assert printed.index("Mean error for a left-out size") < printed.index("forecast of size 20:")
     ladder = json.loads((tmp_path / "out.json").read_text())["across_sizes"]
     assert [size["parameters"] for size in ladder["sizes"]] == SIZES
     assert [size["level"]["value"] for size in ladder["sizes"]] == pytest.approx(levels, abs=0.01)
@@ -111,8 +111,8 @@ def test_order_and_unit_of_the_sizes_do_not_matter_and_seeds_of_one_size_are_ave
         ([0.6, 0.7, 0.8], "1,2", "16", "2 sizes were given for 3 runs, which are size0, size1, size2"),
         ([0.6, 0.7, 0.8], "0,1,2", "16", "every size has to be greater than 0"),
         ([0.6, 0.7, 0.8], "1,2,3", "0", "every size has to be greater than 0"),
-        ([0.6, 0.7, 0.8], "1B,2B,3B", "16", "'1B,2B,3B' is not a list of numbers"),
-        ([0.9, 0.5, 0.8, 0.6], "1,2,4,8", "16", "no line, as its mean error for a size that is left out"),
+        ([0.6, 0.7, 0.8], "1B,2B,3B", "16", "'1B,2B,3B' is not a list of finite numbers"),
+        ([0.9, 0.5, 0.8, 0.6], "1,2,4,8", "16", "no line is drawn, as a line misses a left-out size by"),
     ],
 )
 def test_what_makes_no_line_is_refused(capsys, tmp_path, levels, sizes, next_size, refusal):

@@ -71,7 +71,7 @@ def test_names_of_runs_keep_their_dashes_and_a_metric_is_chosen_among_several(tm
     curves = read_curves(write(tmp_path, "chart.csv", chart("Step", STEPS, *columns)))
     assert [curve.name for curve in curves] == list(runs)
     assert all(
-        "points of val-core/x/acc/mean@1" in c.read and "also there: critic/score/mean" in c.read for c in curves
+        "points of val-core/x/acc/mean@1" in c.read and "further scores: critic/score/mean" in c.read for c in curves
     )
 
 
@@ -99,7 +99,7 @@ def test_wandb_history_in_every_form(path):
     assert (
         "10 points of val-core/openai/gsm8k/acc/mean@1 over training/global_step (5 to 50 steps), R_0" in curve.read
     )
-    assert "skipped rows: 40 " in curve.read and "also there: critic/score/mean (--score)" in curve.read
+    assert "skipped rows: 40 " in curve.read and "further scores: critic/score/mean (--score)" in curve.read
 
 
 def trainer_state(tmp_path, extra=()):
@@ -120,7 +120,7 @@ def test_trainer_state_and_the_folder_of_its_checkpoints(tmp_path):
     assert (
         curve.name == "my_run" and curve.compute.tolist() == [40, 70, 100] and "points of eval_reward" in curve.read
     )
-    assert "also there: reward (--score)" in curve.read
+    assert "further scores: reward (--score)" in curve.read
 
 
 @pytest.mark.parametrize("x", ["Training compute (GPU-hours)", "gpu_h", "H100 GPU hours"])
@@ -201,7 +201,7 @@ def test_percent_is_converted_and_said_where_its_name_says_so_and_refused_otherw
     assert "percent, divided by 100" in curve.read
     np.testing.assert_allclose(curve.pass_rate, RATES)
     path = write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": percent}))
-    with refused(r"row 2: accuracy: 20 is no .*--score-range=LO,HI .*percent 0,100.*--score"):
+    with refused(r"row 2: accuracy: 20 is not .*--score-range=LO,HI .*0,100 for percent.*--score"):
         read_curves(path)
     (curve,) = read_curves(path, ColumnOptions(score_range=(-100, 100)))
     np.testing.assert_allclose(curve.pass_rate, (1 + np.array(RATES)) / 2)
@@ -247,9 +247,9 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
     path = write(tmp_path, "run.csv", table(columns))
     with pytest.raises(ValueError) as caught:
         read_curves(path)
-    assert "name it with --score" in str(caught.value) and "the nearest: my_acurracy, " in str(caught.value)
-    assert len(str(caught.value).partition("the nearest: ")[2].split(", ")) == 3
-    with refused(r"'metric_1a' .*the nearest: metric_1"):
+    assert "choose one with --score" in str(caught.value) and "nearest names: my_acurracy, " in str(caught.value)
+    assert len(str(caught.value).partition("the nearest names: ")[2].split(", ")) == 3
+    with refused(r"'metric_1a'; .*the nearest names: metric_1"):
         read_curves(path, ColumnOptions(score="metric_1a"))
 
 
@@ -269,14 +269,14 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
         ("a.csv", b"step,acc\n1,0.1\xff\n", "0xff"),
         ("a.csv", "", "empty"),
         ("a.csv", "gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: -2"),
-        ("a.csv", "gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: 1 cell"),
+        ("a.csv", "gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: the row has 1 cell"),
         ("a.csv", "x,pass_rate\n1,0.4\n", "row 1: .*--compute.* x, pass_rate"),
         (
             "a.csv",
             "compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n",
-            "row 3: unit: hours .* tflops in row 2",
+            "row 3: unit: hours .* tflops, as in row 2",
         ),
-        ("a.csv", "compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: 20 .* 200 in row 2"),
+        ("a.csv", "compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: 20 .* 200, as in row 2"),
         ("a.csv", "compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: 1.5"),
         ("a.csv", "compute,pass_rate,within_variance\n1,0.4,9\n", r"row 2: within_variance: 9 .*\[0, 0.5\]"),
         ("a.jsonl", '{"gpu_hours": 1\n', "row 1: .*JSON object"),
@@ -315,10 +315,10 @@ def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
     "column, kinds, outcome",
     [
         ("variable", ("loss", "accuracy"), "rows with variable = accuracy, not loss"),
-        ("domain", ("algebra", "geometry"), "domain: algebra, geometry; choose with"),
-        ("dataset", ("aime", "math"), "dataset: aime, math; choose with"),
-        ("k", (1, 4), "k: 1, 4; choose with"),
-        ("is_eval", (False, True), "is_eval: False, True; choose with"),
+        ("domain", ("algebra", "geometry"), "domain, with the values algebra, geometry; choose with"),
+        ("dataset", ("aime", "math"), "dataset, with the values aime, math; choose with"),
+        ("k", (1, 4), "k, with the values 1, 4; choose with"),
+        ("is_eval", (False, True), "is_eval, with the values False, True; choose with"),
     ],
 )
 def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, outcome):
@@ -358,7 +358,7 @@ def test_commas_between_thousands(tmp_path):
 @pytest.mark.parametrize("column", ["timestamp", "when"])
 def test_dates_are_refused_as_an_axis_and_no_obstacle_beside_one(tmp_path, column):
     days = [f"2026-01-{step // 10:02d}T10:00:00Z" for step in STEPS]
-    with refused(rf"row 1: no column is a compute \(name it with --compute\).*{column}"):
+    with refused(rf"row 1: no column name looks like a compute; choose one with --compute.*{column}"):
         read(tmp_path, table({column: days, "accuracy": RATES}))
     curve = read(tmp_path, table({column: days, "step": STEPS, "accuracy": RATES}))
     assert curve.compute.tolist() == STEPS

@@ -69,7 +69,7 @@ def test_the_report_prints_gain_ledger_forecast_and_what_came(tmp_path):
     assert "robust: error of the forecast: mean" in text and "paper: error of the forecast: mean" in text
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
     came = read_jsonl(tmp_path / "validation.jsonl")[-1]["pass_rate"]
-    assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
+    assert f"Forecasts of step 100 after each validation; measured at the end: {came:.3f}" in text
     assert "the forecast of the run's end moved by " in text
     assert f" from the first forecast to the last; measured at the end: {came:.3f}, inside " in text
     assert "of 16 forecast intervals" in text

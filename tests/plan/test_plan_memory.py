@@ -226,7 +226,7 @@ def test_the_weight_groups_are_counted_on_both_sides():
 
 def test_engine_options_that_disagree():
     recipe, family, _, _ = plan_of("engine.vllm.tensor_parallel_size=2")
-    with refused(r"multiply to 2, and engine.devices_per_engine is 1"):
+    with refused(r"parallel sizes is 2, and engine.devices_per_engine is 1"):
         engine_memory(recipe, family, count(family), H100, Assumptions())
 
 

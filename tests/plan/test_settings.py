@@ -109,7 +109,7 @@ def test_adapters_that_engines_on_gpus_do_not_compute_exactly_are_refused_there(
     folder = ROOT / "recipes/configs/Qwen2.5-Math-1.5B"
     check_settings(recipe, folder, planned=True)
     monkeypatch.setattr("megatron_scalerl.plan.settings.HAVE_GPU", True)
-    with pytest.raises(ValueError, match=r"weights\.adapters: on GPUs .*; set it to merged"):
+    with pytest.raises(ValueError, match=r"weights\.adapters: on GPUs .*; set merged"):
         check_settings(recipe, folder, planned=True)
 
 

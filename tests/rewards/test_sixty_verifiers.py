@@ -123,4 +123,4 @@ def test_references_that_score_as_wrong_are_a_warning(caplog):
     pool, of_kind = pool_of("number", 0)
     rows = [prompt(prompt_id="a.jsonl:1", text="3 + 4 =", answer="seven")]
     in_virtual_time(verifier_trial._try_rows(pool, of_kind, rows))
-    assert "no reference of the first 1 rows is scored as right" in caplog.text
+    assert "scores no reference answer of the first 1 rows as right" in caplog.text

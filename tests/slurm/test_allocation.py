@@ -86,7 +86,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
     assert "skipped" not in check_plan(fits, str(file), H100, 8)
     tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
-    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much; try a larger .*size$"):
+    with pytest.raises(ValueError, match=r"plan --check: .* GiB are missing; try a larger .*size$"):
         check_plan(tight, str(file), H100, 8)
 
 

@@ -89,7 +89,7 @@ def test_trainer_and_engine_on_one_gpu_share_its_memory_and_its_time(capsys):
     "argv, said",
     [
         ("--gpus 1", "--gpus: 1 GPUs cannot be split"),
-        ("--gpus 80 megatron.optimizer.optimizer_cpu_offload=true", "does not support it"),
+        ("--gpus 80 megatron.optimizer.optimizer_cpu_offload=true", "does not support this option"),
         ("--gpus 80 megatron.parallel.tensor_model_parallel_size=3", "is not a multiple of"),
         ("--gpus 80 --json /nowhere/x.json", "/nowhere/x.json: "),
     ],
