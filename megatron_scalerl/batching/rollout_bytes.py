@@ -103,8 +103,8 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 def facts_of(arrays: RolloutArrays) -> Completion:
     """The `Completion` of one rollout, which has at least one token: lengths, versions and sums without tokens."""
-    # The list has the numbers start, end, start, end ... of the policy's ranges. A range may be empty, before a
-    # history or after a last message.
+    # The list has the numbers start, end, start, end ... of the policy's ranges. A range is empty
+    # where a sample begins with the environment's history, or ends with the environment's message.
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
     return Completion(
         tokens=len(arrays.token_ids),

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     checks = examine(recipe, arguments.recipe, arguments.gpus)
     report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        # the console would break long lines
+        # not by the console, which would break long lines
         print(report.decode(), end="")
     else:
         _show(checks, console)

@@ -146,8 +146,8 @@ def _restart_objection(run_dir: Path, codes: Sequence[int], failures: int, resta
 
 
 def _ending(code: int) -> tuple[str, int]:
-    """(text that says how the run ended, exit code of this process). code: minus a signal's number if one killed the
-    run."""
+    """(text that says how the run ended, exit code of this process). code: minus a signal's number if a signal killed
+    the run."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}", 1
     return f"failed with exit code {code}", code
@@ -178,7 +178,7 @@ def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
 
     Returns at once if a signal came before the call (`stopped_by`).
     """
-    # blocked, so that no signal can come between the check and the wait
+    # the signals are blocked, so that no signal can come between the check and the wait
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     try:
         if stopped_by:
