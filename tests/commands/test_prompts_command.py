@@ -77,7 +77,7 @@ def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny,
     assert "prompts: 5 references are lists, right in any order; (1, 2) fixes the order\n" in shown
     held_out = (path, "prompts.held_out=2", "validation.every_steps=1")
     shown = printed(tiny, capsys, *held_out, "validation.prompts=3")
-    assert "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown
+    assert "prompts: validation.prompts is 3, but 2 prompts are held out\n" in shown
     shown = printed(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
     assert "validation.prompts is" not in shown and "references are lists" not in shown
 

@@ -163,7 +163,7 @@ def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
         ("--set gspo:steps=3", "--set: gspo is none of the recipes dapo, plain"),
         (
             "--set plain:validation.every_steps=3",
-            "plain_seed1: validation.every_steps is 3, but 4 in dapo_seed1",
+            "plain_seed1: validation.every_steps is 3, but 100 in dapo_seed1",
         ),
     ],
 )
