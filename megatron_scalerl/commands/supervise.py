@@ -59,8 +59,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """Run `command` and start the command again after failures; returns the exit code of the last child.
 
     restarts: most restarts without a new checkpoint in between. SIGINT, SIGTERM and SIGUSR1 are passed on to the
-    child, which is not started again then. The result is 1 if another signal killed the child, and 75 for a failure
-    after SIGUSR1, since the run can go on from a checkpoint.
+    child and end the restarts. The result is 1 if another signal killed the child, and 75 (resumable) after SIGUSR1.
     """
     stopped_by = []
     early_signals = []

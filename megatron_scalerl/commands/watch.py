@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.page.find_runs import is_run
 
     if (arguments.run_dir is None) != arguments.demo:
-        raise ValueError("RUN: give either the folder of a run, or --demo and no folder")
+        raise ValueError("RUN: give either the folder of a run or --demo")
     if not 0 <= arguments.port < 65536:
         raise ValueError(f"--port: {arguments.port} is not a port; take one up to 65535, or 0 for any free one")
     if arguments.demo:

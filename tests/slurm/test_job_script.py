@@ -116,7 +116,7 @@ def test_options_of_the_site_take_the_place_of_the_jobs_own(tmp_path, sbatch, ha
 
 def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_none():
     site = Site(sbatch={"gres": "gpu:h100:4", "mem-per-gpu": "64G", "account": "lab"})
-    with refused("sbatch: gpu:h100:4 requests fewer GPUs of a node than the 8"):
+    with refused("sbatch: gpu:h100:4 requests fewer GPUs of a node than the run takes, 8"):
         render(changed(PLAN, site=site))
     text = render(changed(PLAN, site=site, gpus=0, cpus=4))
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
@@ -330,7 +330,7 @@ def test_a_dry_run_goes_on_where_slurm_does_not_answer(tmp_path, tiny, without_s
     words = f"submit {tmp_path}/r.yaml --partition a --time 1-0 --gpus 0".split()
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
-    assert f"not checked, since sinfo failed: {why}: that a exists" in said
+    assert f"not checked, since sinfo failed: {why}: whether partition a has" in said
     cluster.check_syntax(run / "slurm/job.sbatch")
     assert main(words) == 1 and why in capsys.readouterr().err, "nothing is submitted"
 
