@@ -2,8 +2,8 @@
 
 Commands are listed in `COMMANDS`; only the module of the command that is given is imported.
 
-`explained` turns a Python that is too old and missing packages into one-line errors. So this file imports the
-standard library only, in syntax that older Pythons parse: it also runs outside the environment.
+A Python that is too old, or a missing package, is reported in one line (`explained`). This file also runs outside the
+environment, so the imports are from the standard library alone, and older Pythons can parse the syntax.
 """
 
 import argparse
@@ -24,7 +24,7 @@ OLDEST = (3, 11)
 _INSTALLER = Path(__file__).parents[1] / "tools" / "install.sh"
 _MADE = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
 _EXTRA = "pip install 'megatron_scalerl[run]' brings it; to train, clone the repository and run its tools/install.sh"
-"""Advice for a package that was installed without the repository."""
+"""Advice for a missing package where megatron_scalerl was installed without the repository."""
 
 
 @contextmanager
@@ -64,15 +64,15 @@ class Command(NamedTuple):
     """A command of the command line."""
 
     help: str
-    """Line of `megatron-scalerl --help`."""
+    """Description of the command in `megatron-scalerl --help`."""
     module: str
     """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
     os_error_code: int = 1
-    """Exit code for an OSError: 2 for a command whose only files are the files that its arguments name."""
+    """Exit code for an OSError: 2 (user error) for a command that opens no files but the files named by the user."""
     runs_policies: bool = False
-    """True if versions of torch, Megatron-Core and vLLM matter."""
+    """True if the installed versions of torch, Megatron-Core and vLLM are checked before the command runs."""
     forms_groups: bool = False
-    """True if process groups of torch are formed in the command's own process."""
+    """True if the command forms torch's process groups in its own process, and not in child processes."""
 
 
 COMMANDS = {
@@ -108,28 +108,31 @@ REMOVED = {
     "contamination": "the command contamination is gone; train writes the training prompts that contain problems of "
     "evaluation.files to RUN/contamination.json, and evaluate --training FILE writes them to OUT/summary.json"
 }
-"""Former command -> what to do instead."""
+"""Removed command -> message that names the replacement."""
 
 EPILOG = f"""`{PROGRAM} COMMAND --help` describes the options of a command.
 
 exit codes:
   0    done
-  1    a process or an operation failed, or nothing was left to train on; the same command of train or convert goes on
+  1    a process or an operation failed, or nothing was left to train on; repeat train or convert to resume
   2    user error, in one line: file, key or row, and what is wrong with it
-  75   SIGUSR1 asked the run to save and exit; the same command goes on with it
+  75   SIGUSR1 asked the run to save and exit; repeat the command to resume the run
   76   another controller has the run
-  77   Slurm has taken a host of the trainer, or of too many engines, out of the job; another job goes on with the run
+  77   Slurm has taken a host of the trainer, or of too many engines, out of the job; another job resumes the run
   130  interrupted (SIGINT)
   143  terminated (SIGTERM)
 
 environment variables:
-  MSRL_TRACEBACK=1      print the traceback of an error; that of a failed run is in RUN/logs/controller.log
+  MSRL_TRACEBACK=1      print the traceback of an error; RUN/logs/controller.log has the traceback of a failed run
   MSRL_LOG_LEVEL=LEVEL  debug, info (default), warning or error, for the log files in RUN/logs
 """
 
 
 def program() -> int:
-    """The program `megatron-scalerl`: `main`, in a process that ends at once if it formed process groups."""
+    """Entry point of `megatron-scalerl`: run `main` and return the exit code.
+
+    A command that forms process groups ends the process without Python's cleanup, which may abort (`end_with`).
+    """
     command = COMMANDS.get(_named(sys.argv[1:]))
     if command and command.forms_groups:
         with explained():
@@ -142,7 +145,7 @@ def program() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    argv: its words; None: those of the process. Raises SystemExit for arguments that cannot be parsed, and if a
+    argv: command and arguments; None: `sys.argv`. Raises SystemExit for arguments that cannot be parsed, and if a
     package is missing.
     """
     if argv is None:
@@ -197,7 +200,11 @@ def _failed(error: BaseException, code: int) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """The command and its arguments. Overrides may precede and follow options, which argparse alone rejects."""
+    """The command and its parsed arguments. Overrides may stand before, between and after options, unlike in
+    argparse.
+
+    Raises SystemExit for unknown arguments.
+    """
     name = _named(argv)
     parser = _parser(name)
     arguments, rest = parser.parse_known_args(argv)

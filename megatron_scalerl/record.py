@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def record(cls: type[T]) -> type[T]:
-    """Make the class a frozen dataclass with slots, whose fields are given by name.
+    """Make the class a frozen dataclass with slots and keyword-only fields.
 
-    So no receiver changes what a sender still reads, and no field is given in another's place.
+    A receiver then cannot change an object that the sender still reads, and a caller cannot swap two fields.
 
     Example:
         >>> @record

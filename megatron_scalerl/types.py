@@ -1,13 +1,12 @@
-"""Data that is passed between stages, one frozen dataclass per arrow:
+"""The frozen dataclasses that the stages of a run pass on, one for each arrow:
 
 prompts -> rollouts -> rewards -> filters -> advantages -> packing -> trainer -> weights
 
-The examples continue one another, in the order of the stages.
+The examples in the docstrings form one doctest, in the order of the stages.
 
-Shapes in annotations, in the notation of jaxtyping: `Float[Tensor, "tokens vocab"]`, `Int64[Tensor, " T"]`.
-
-For readers. The type checker sees the array type alone and nothing is checked at run time, so there is no dependency;
-an import of the same names from `jaxtyping` would add its checks. One axis is written with a leading space.
+Shapes in annotations have the notation of jaxtyping: `Float[Tensor, "tokens vocab"]`, `Int64[Tensor, " T"]`. A single
+axis is written with a leading space. The shapes inform readers: the type checker sees the array type alone, and
+nothing is checked at run time. An import of the same names from `jaxtyping` would add checks.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ import numpy as np
 from megatron_scalerl.record import record
 
 ComputeUnit = Literal["gpu_hours", "device_hours"]
-"""Unit of a run's compute axis: device-hours if the devices are processes on CPUs."""
+"""Unit of a run's compute: GPU-hours, or device-hours where the devices are processes on CPUs."""
 
 
 class CompletionLost(RuntimeError):
-    """A completion is unusable for a reason other than the policy; `reason` gives it in one word.
+    """Raised for a completion that cannot be used, through no fault of the policy. `reason`: the cause in one word.
 
-    The completion is left out of its group and counted; the rest of the group is kept. Raised by `engine.client` (an
-    answer without log-probabilities: `no_logprobs`) and by `rewards.pool` (no process to score it: `verifier_lost`).
+    The completion is left out of its group and counted; the rest of the group is kept. Raised by `engine.client`
+    (`no_logprobs`: an answer without log-probabilities) and by `rewards.pool` (`verifier_lost`: no process could
+    score the completion).
     """
 
     def __init__(self, message: str, *, reason: str):
@@ -42,28 +42,28 @@ class CompletionLost(RuntimeError):
 
 @record
 class Prompt:
-    """A problem, rendered and tokenized. Produced by `prompts.dataset`.
+    """A problem with the prompt as text and tokens. Produced by `prompts.dataset`.
 
     Example:
         >>> prompt = Prompt(prompt_id="5d41", text="7-3=", answer="4", token_ids=(1, 17, 6, 13, 9))
     """
 
     prompt_id: str
-    """Stable identity: the hash of problem, reference answer and task, the same in every run and epoch."""
+    """Hash of problem, reference answer and task, so that a prompt has the same id in every run and epoch."""
     text: str
-    """The problem as in the prompts file."""
+    """The text of the problem, as in the prompts file."""
     answer: str
-    """The reference answer that the verifier compares with."""
+    """The reference answer, with which the verifier compares the policy's answer."""
     token_ids: tuple[int, ...]
-    """[P] the rendered prompt template with the think prefill, as sent to the engine."""
+    """[P] tokens of the rendered prompt as sent to the engine, with the prefilled opening tag of thinking."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, passed to a custom verifier."""
     task: str = ""
-    """Name of its task in a mixture; empty without one."""
+    """Name of the prompt's task in a mixture of tasks; empty without a mixture."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """What an environment gets."""
+        """The mapping that an environment's `reset` gets: all columns, with text, answer and task."""
         return {**self.extra, "text": self.text, "answer": self.answer, "task": self.task}
 
 
@@ -85,29 +85,30 @@ class Rollout:
     """
 
     token_ids: tuple[int, ...]
-    """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it was generated; in an
-    episode those of its environment, too."""
+    """[T] tokens of the completion: sampled and forced tokens, a generated end-of-sequence token, and in an episode
+    the tokens that the environment wrote."""
     rollout_logprobs: tuple[float, ...]
-    """[T] log-probability (nats, at the temperature it was sampled with; greedy: 1) under the engine that sampled the
-    token; 0.0 elsewhere."""
+    """[T] log-probability of a sampled token under the engine (nats), at the sampling temperature, or at temperature
+    1 for greedy decoding; 0.0 for all other tokens."""
     policy_versions: tuple[int, ...]
     """[T] version of the weights that produced each token."""
     loss_mask: tuple[bool, ...]
     """[T] True for a sampled token."""
     interrupted: bool
-    """True if thinking was cut and the phrase forced."""
+    """True if thinking was cut and the phrase that ends thinking was forced."""
     truncated: bool
     """True if a token budget ended the completion before the policy did."""
     thinking_cut: int
-    """The drawn cut point: number of thinking tokens after which the phrase is forced (0: interruption off)."""
+    """Number of thinking tokens, drawn for this completion, after which thinking is cut; 0: interruption is off."""
     seed: int
-    """The number drawn for this completion; the engine samples with it where requests have seeds
+    """Seed drawn for this completion. Engines use the seed only in runs whose requests carry seeds
     (`engine.options.training_seeds`)."""
     expert_choices: ExpertChoices | None = None
-    """The experts of the engine's routers, with rollouts.routing_replay."""
+    """The experts that the engine's routers chose; None without rollouts.routing_replay."""
     environment: tuple[tuple[int, int], ...] = ()
-    """Ranges [start, end) of tokens that the environment wrote, ascending, with a token between two; in a later part
-    of an episode that forked, the history it begins with. Masked tokens elsewhere are forced."""
+    """Ranges [start, end) of tokens that the environment wrote, ascending and at least one token apart. In later
+    samples of an episode that forked, the repeated history counts as written by the environment. All other tokens
+    without loss are forced."""
 
 
 @record
@@ -121,34 +122,35 @@ class ExpertChoices:
     """
 
     layers: int
-    """L, all layers of the policy; entries of dense layers are undefined."""
+    """L, number of all layers of the policy; the values of dense layers are undefined."""
     topk: int
-    """K, experts per token."""
+    """K, number of experts per token."""
     width: Literal[1, 2]
-    """Bytes per number, little-endian and unsigned."""
+    """Bytes of each number in `data`, little-endian and unsigned."""
     data: bytes
-    """[P + T - 1, L, K] expert of each token of prompt and completion but the last, which no layer has processed."""
+    """[P + T - 1, L, K] experts of each token of prompt and completion, except the last token, which the engine never
+    processed."""
 
 
 @record
 class Part:
-    """The facts about one sample of an episode that forked.
+    """Lengths of one sample of an episode that forked into several samples.
 
     Example:
         >>> part = Part(tokens=5, sampled_tokens=2)
     """
 
     tokens: int
-    """All its tokens."""
+    """Number of tokens of the sample, without the prompt."""
     sampled_tokens: int
-    """Tokens under the loss mask."""
+    """Number of tokens with loss."""
     prompt_tokens: int | None = None
-    """Tokens of the group's prompt with which it begins; None: all."""
+    """Number of the prompt's tokens with which the sample begins; None: all tokens of the prompt."""
 
 
 @record
 class Completion:
-    """The facts about one completion that the controller keeps; its tokens are bytes (`batching.rollout_bytes`).
+    """One completion without tokens, as the controller keeps it in memory. `batching.rollout_bytes` has the tokens.
 
     Example:
         >>> completion = Completion(
@@ -163,9 +165,9 @@ class Completion:
     """
 
     tokens: int
-    """T, all tokens; of an episode that forked, the sum over its parts."""
+    """T, number of all tokens; for an episode that forked, the sum over `parts`."""
     sampled_tokens: int
-    """Tokens under the loss mask."""
+    """Number of tokens with loss."""
     first_version: int
     """Policy version of the first token."""
     last_version: int
@@ -175,12 +177,12 @@ class Completion:
     logprob_sum: float
     """Sum of the log-probabilities (nats) of the sampled tokens."""
     turns: int = 1
-    """Turns of the policy."""
+    """Number of the policy's turns in an episode."""
     environment_tokens: int = 0
-    """Tokens that the environment wrote, and those of the history that parts begin with."""
+    """Number of tokens that the environment wrote, including history that later samples repeat."""
     parts: tuple[Part, ...] = ()
-    """The samples of an episode that forked, or that begins with a part of the prompt, in order; empty: one sample,
-    the completion itself."""
+    """The samples of an episode that forked, or whose sample begins with a part of the prompt, in order. Empty if the
+    completion itself is the only sample."""
 
     @property
     def samples(self) -> tuple[Part, ...]:
@@ -189,7 +191,7 @@ class Completion:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that an engine generated, sampled and forced ones."""
+        """Number of sampled and forced tokens, which an engine generated."""
         return self.tokens - self.environment_tokens
 
 
@@ -202,9 +204,9 @@ class BlockRef:
     """
 
     segment: int
-    """Number of the segment, from 0."""
+    """Number of the store's segment file, from 0."""
     offset: int
-    """First byte of the block in its segment."""
+    """Offset of the block's first byte in the segment file."""
     nbytes: int
 
 
@@ -221,25 +223,25 @@ class Score:
     reward: float
     """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect, rewards.length_penalty)."""
     reason: str = ""
-    """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer,
-    truncated, unavailable."""
+    """One word for a verdict that no comparison with the reference gave: timeout, memory, crash, error, no_answer,
+    truncated, unavailable. Empty otherwise."""
     confirmed: bool | None = None
-    """Whether the second judge (recipe: validation.audit) confirms a correct answer; None where it was not asked, or
-    gave no verdict."""
+    """Whether the second judge (recipe: validation.audit) confirms a correct answer; None if the judge was not asked,
+    or gave no verdict."""
     turn_rewards: tuple[float, ...] = field(default=(), compare=False)
-    """What the environment's `step` paid for each turn: 0 for no reward, True as 1. The verifier's reward is in none.
-    Empty for an agent; a turn that a limit ended has no entry."""
+    """Reward of the environment's `step` for each turn: 0 for no reward, 1 for True. The verifier's reward is not
+    included. Empty for an agent; a turn that a limit ended has no entry."""
     problem: str = field(default="", compare=False)
-    """End of the traceback with which the environment of an episode failed that is paid as wrong."""
+    """End of the environment's traceback, for an episode that failed and is scored as wrong; empty otherwise."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """What the environment measured, by name."""
+    """Name -> number that the environment measured in the episode."""
 
 
 @record
 class EpisodeEnd:
-    """How an episode ended: who ended it, and whether it is paid. `ENDS` has the ends by their reasons.
+    """How an episode ended: what ended the episode, and whether the episode is scored. `ENDS` lists all ends.
 
-    Produced by `environments.pool`, for a limit by `rollouts.episodes`.
+    Produced by `environments.pool`; by `rollouts.episodes` if a limit ended the episode.
 
     Example:
         >>> (ENDS["raised"].by, ENDS["raised"].paid, ENDS["truncated"].by)
@@ -247,12 +249,13 @@ class EpisodeEnd:
     """
 
     by: Literal["environment", "limit", "class", "world", "row"]
-    """environment: it said that the episode is done. limit: of the recipe. class: its code failed, as actions of the
-    policy may make it. world: what the class waits for, and its processes. row: no episode of it can begin."""
+    """environment: the environment said that the episode is done. limit: a limit of the recipe was reached. class:
+    the code of the environment's class failed, possibly because of the policy's actions. world: a process of the
+    environment failed, or a service for which the class waited. row: no episode can begin from the prompt's row."""
     reason: str
-    """One word; a lost episode is counted as environment_REASON."""
+    """The cause in one word; lost episodes are counted by environment_REASON."""
     paid: bool = False
-    """Whether the episode is in its group, with a verdict, as truncated or as wrong; else it is lost."""
+    """Whether the episode stays in the group: scored, truncated or wrong. Otherwise the episode is lost."""
 
 
 ENDS: Mapping[str, EpisodeEnd] = {
@@ -265,12 +268,13 @@ ENDS: Mapping[str, EpisodeEnd] = {
         *(EpisodeEnd(by="row", reason=reason) for reason in ("prompt", "template")),
     )
 }
-"""All ends by their reasons, as docs/environments.md has them; a call that hung while it computed is by the class."""
+"""Reason -> end, as in docs/environments.md. A call that hung while the class computed ends by "class", not
+"world"."""
 
 
 @record
 class RolloutGroup:
-    """All completions of one prompt in one epoch. Produced by `rollouts.stream`; their tokens are in the run's store.
+    """All completions of one prompt in one epoch. Produced by `rollouts.stream`; the run's store has the tokens.
 
     Example:
         >>> wrong = Score(correct=False, reward=-1.0, reason="no_answer")
@@ -289,35 +293,36 @@ class RolloutGroup:
     """
 
     group_id: int
-    """Number of the group in the order of admission, from 0, unique in a run's lineage."""
+    """Number of the group in the order in which generation was started, from 0. No two groups that lead to a
+    checkpoint share a number."""
     prompt: Prompt
     completions: tuple[Completion, ...]
-    """[G] at least one; fewer than rollouts.group_size if completions were lost."""
+    """[G] completions, at least one; fewer than rollouts.group_size if completions were lost."""
     positions: tuple[int, ...]
-    """[G] number of each completion's first sample where the group is stored, from 0, ascending; a filter leaves
-    gaps."""
+    """[G] number of each completion's first sample among the stored samples of the group, from 0, ascending. There
+    are gaps where a filter removed completions."""
     scores: tuple[Score, ...]
-    """[G]"""
+    """[G] score of each completion."""
     first_token_version: int
-    """Oldest policy version among the first tokens of its completions."""
+    """Oldest policy version among the first tokens of the completions."""
     epoch: int
-    """Pass over the training prompts in which the prompt was drawn, from 0."""
+    """Number of the pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
-    """Completions that were left out of the group (`CompletionLost`)."""
+    """Number of completions that were left out of the group (`CompletionLost`)."""
     lost_reasons: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> how many of them were lost by it; empty in groups that were written before reasons were kept."""
+    """Reason -> number of lost completions. Empty in groups that an older version without reasons wrote."""
     stored: BlockRef | None = None
-    """Position of the completions' tokens in the store; None until they are written."""
+    """Position of the completions' tokens in the store; None until the tokens are written."""
 
     @property
     def pass_rate(self) -> float:
-        """Share of correct completions; truncated ones count as wrong, lost ones do not count."""
+        """Share of correct completions: truncated completions count as wrong, lost completions do not count."""
         return sum(s.correct for s in self.scores) / len(self.scores)
 
 
 @record
 class Sample:
-    """A completion to train on, in memory: of the warm start and of checks.
+    """A completion to train on, with tokens, in memory. Only the warm start and the checks use this class.
 
     Example:
         >>> weight = 1 / (2 * sum(rollout.loss_mask))  # prompt mean over one prompt with two completions
@@ -327,7 +332,7 @@ class Sample:
     """
 
     prompt_token_ids: tuple[int, ...]
-    """[P]"""
+    """[P] token ids of the prompt."""
     rollout: Rollout
     advantage: float
     """Normalized advantage, the same for every token of the completion."""
@@ -337,11 +342,11 @@ class Sample:
 
 @record
 class MicroBatch:
-    """Several samples packed into one row. Produced by `batching.packing`; numpy arrays, N tokens, S sequences.
+    """Several samples packed into one row of N tokens in S sequences (numpy arrays). Produced by `batching.packing`.
 
-    Position i holds token i as input and, as target, everything about predicting token i+1 of the same sequence:
-    `targets[i]`, `loss_mask[i]`, `rollout_logprobs[i]` ... all describe the token that position i predicts. The last
-    position of every sequence and all padding have loss_mask False and weight 0.
+    Position i gets token i as input and predicts the next token of the same sequence, the target. `targets[i]`,
+    `loss_mask[i]`, `rollout_logprobs[i]`, `advantages[i]`, `token_weights[i]`, `staleness[i]` and `columns[i]`
+    describe the target. The last position of every sequence and all padding have loss_mask False and weight 0.
 
     Example: a sequence of three tokens, whose last two were sampled, without padding.
         >>> micro_batch = MicroBatch(
@@ -360,26 +365,27 @@ class MicroBatch:
     tokens: np.ndarray
     """[N] int64 input tokens, padding included."""
     position_ids: np.ndarray
-    """[N] int64, from 0 in each sequence."""
+    """[N] int64 position of each token in the sequence, from 0."""
     cu_seqlens: np.ndarray
     """[S+1] int32 sequence starts; padding at the end is a separate sequence."""
     targets: np.ndarray
-    """[N] int64 next token of the same sequence, 0 if there is none."""
+    """[N] int64 next token of the same sequence; 0 at the last token."""
     loss_mask: np.ndarray
-    """[N] bool"""
+    """[N] bool, True where the target was sampled and has a loss."""
     rollout_logprobs: np.ndarray
-    """[N] float32, 0 where loss_mask is False."""
+    """[N] float32 log-probability of the target under the engine (nats), 0 where loss_mask is False."""
     advantages: np.ndarray
-    """[N] float32"""
+    """[N] float32 advantage of the target."""
     token_weights: np.ndarray
-    """[N] float32, 0 where loss_mask is False."""
+    """[N] float32 weight of the target's loss in the sum, 0 where loss_mask is False."""
     staleness: np.ndarray
-    """[N] int32 optimizer steps from the version that sampled the target to the one trained, -1 off mask."""
+    """[N] int32 optimizer steps between the version that sampled the target and the version in training; -1 where
+    loss_mask is False."""
     expert_choices: np.ndarray | None = None
-    """[N, L, K] int32 expert of each token as chosen by the engine, -1 where the trainer's router chooses."""
+    """[N, L, K] int32 experts that the engine chose for each input token; -1 where the trainer's router chooses."""
     columns: np.ndarray | None = None
-    """[N, C] float32 the columns of the run's algorithm, in the order of `ScaleRL.columns`, 0 where loss_mask is
-    False; None without any, and in a filler."""
+    """[N, C] float32 columns of the run's algorithm, in the order of `ScaleRL.columns`, 0 where loss_mask is False.
+    None for an algorithm without columns, and in a micro-batch without samples."""
 
 
 @record
@@ -391,9 +397,10 @@ class Batch:
     """
 
     step: int
-    """The optimizer step, from 1; it turns policy version step-1 into step."""
+    """The optimizer step, from 1. Step n makes policy version n from version n - 1."""
     micro_batches: tuple[MicroBatch, ...]
-    """Micro-batches, as many on every data-parallel rank; fillers have zero weight."""
+    """The micro-batches; every data-parallel rank has the same number. Micro-batches without samples have zero
+    weight."""
 
 
 @record
@@ -418,28 +425,28 @@ class StepReport:
     """Version of the weights after the step."""
     loss: float
     grad_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm of the gradient before clipping."""
     learning_rate: float
     tokens: int
-    """Tokens in the batch with prompts, without padding, over all data-parallel ranks."""
+    """Number of tokens in the batch over all data-parallel ranks: with prompts, without padding."""
     seconds: float
-    """Wall time of forward, backward and optimizer on the slowest rank."""
+    """Wall time of forward, backward and optimizer on the slowest rank (seconds)."""
     metrics: Mapping[str, float]
     """Named scalars: entropy, mismatch by staleness bucket, share of capped weights ..."""
 
 
 @record
 class TaskPassRate:
-    """The part of one task in a validation. Produced by `controller.measure`.
+    """The pass rate of one task of a mixture in a validation. Produced by `controller.measure`.
 
     Example:
         >>> part = TaskPassRate(pass_rate=0.5, prompts=200)
     """
 
     pass_rate: float
-    """Mean over the task's prompts and their generations."""
+    """Share of correct completions (0 to 1), the mean over the task's prompts and the completions of each prompt."""
     prompts: int
-    """Held-out prompts of the task."""
+    """Number of the task's held-out prompts."""
 
 
 @record
@@ -465,34 +472,35 @@ class PassRate:
     step: int
     policy_version: int
     pass_rate: float
-    """Mean over prompts and generations; truncated completions count as wrong."""
+    """Share of correct completions (0 to 1), the mean over prompts; truncated completions count as wrong."""
     prompts: int
     generations: int
-    """Completions per prompt (k)."""
+    """Number of completions per prompt (k)."""
     compute: float
     """Device-hours of trainer and engines so far, without validation: the forecast's compute axis."""
     compute_total: float
     """Device-hours of all roles so far."""
     unit: ComputeUnit
-    """Unit of `compute` and `compute_total`: the ledger's."""
+    """Unit of `compute` and `compute_total`, as in the run's ledger."""
     truncated_share: float
     interrupted_share: float
     mean_completion_tokens: float
     entropy: float | None = None
-    """Minus the mean log-probability (nats) of all sampled tokens under the engine, without forced ones: an estimate
-    of the policy's entropy per token on held-out prompts."""
+    """Minus the mean log-probability (nats) of all sampled tokens under the engine, without forced tokens: an
+    estimate of the policy's entropy per token on held-out prompts."""
     lost_completions: int = 0
-    """Completions left out of all of the above (`CompletionLost`)."""
+    """Number of lost completions (`CompletionLost`), which no other field includes."""
     within_variance: float | None = None
-    """`controller.metrics.within_variance`; None with one generation."""
+    """Variance between the completions of a prompt (`controller.metrics.within_variance`); None if k is 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means of what environments measured, `environment/NAME`."""
+    """environment/NAME -> mean of the number NAME that environments measured."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
-    """Task of a mixture -> its part, in RUN/validation.jsonl the columns pass_rate/TASK and prompts/TASK."""
+    """Task of a mixture -> pass rate of the task; in RUN/validation.jsonl the keys pass_rate/TASK and
+    prompts/TASK."""
     confirmed_share: float | None = None
-    """Share of the correct completions that the second judge confirms (`Score.confirmed`); None without any."""
+    """Share of the correct completions that the second judge confirms (`Score.confirmed`); None without a verdict."""
     confirmed_least: float | None = None
-    """The share below which a validation is warned of: 0.95 where most references are numbers, else that of the first
+    """The least `confirmed_share` without a warning: 0.95 if most references are numbers, else the share of the first
     validation less 0.05."""
 
 

@@ -78,7 +78,7 @@ def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, r
     assert supervise(command, tmp_path, restarts=restarts) == code
     assert len((tmp_path / "starts").read_text()) == starts
     if "kept" in ends:
-        assert f"{tmp_path}/rollouts/journal.jsonl.kept, which has to be renamed to journal.jsonl" in caplog.text
+        assert f"rename {tmp_path}/rollouts/journal.jsonl.kept to journal.jsonl first" in caplog.text
 
 
 PROGRAM = """

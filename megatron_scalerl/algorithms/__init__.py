@@ -1,6 +1,6 @@
 """The algorithm of a run: one object that says which completions are trained, and how. The recipe chooses it once.
 
-Nothing here imports torch at run time, because the controller also has the object.
+Nothing here imports torch at run time, because the controller, which starts without torch, also makes the object.
 """
 
 from dataclasses import fields
@@ -34,7 +34,7 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     )
     for key in section.settings:
         if key in paper:
-            raise ValueError(f"algorithm.{key}: set it in its own section (advantages, filters, loss or rewards)")
+            raise ValueError(f"algorithm.{key}: set this field in the section advantages, filters, loss or rewards")
     settings = dict(section.settings)
     for field in fields(chosen):
         if field.type in (float, "float") and isinstance(settings.get(field.name), str):
@@ -48,25 +48,25 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
         isinstance(algorithm, Distilled) and algorithm.columns == Distilled.columns and chosen.score is ScaleRL.score
     ):
         raise ValueError(
-            f"algorithm.teachers: {section.name} has no use for them; it has to be a subclass of "
-            "megatron_scalerl.algorithms.Distilled without columns or a score of its own"
+            f"algorithm.teachers: {section.name} does not use teachers; use distilled, or a subclass of "
+            "megatron_scalerl.algorithms.Distilled that defines neither `columns` nor `score`"
         )
     if section.kl is not None and not algorithm.separable:
         raise ValueError(
-            f"algorithm.kl needs a loss of independent tokens; {recipe.loss.name} of {section.name} has no such mark "
-            "(losses.inputs.separable)"
+            f"algorithm.kl needs a loss of independent tokens; {recipe.loss.name} of {section.name} lacks the mark "
+            "for such a loss, the decorator losses.inputs.separable"
         )
     if section.kl is not None and "kl" in algorithm.metrics:
-        raise ValueError(f"algorithm.kl reports loss/kl, and so does {section.name}; rename the class's number")
+        raise ValueError(f"algorithm.kl writes the metric loss/kl; rename the metric kl of {section.name}")
     return algorithm
 
 
 def _number(key: str, text: str) -> float:
-    """A number that YAML reads as a text, such as 1e-3."""
+    """The number in a text: YAML reads 1e-3 as a text. Raises ValueError for any other text."""
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{key}: {text!r} is no number") from None
+        raise ValueError(f"{key}: {text!r} is not a number") from None
 
 
 __all__ = ["Distilled", "ScaleRL", "algorithm_of"]

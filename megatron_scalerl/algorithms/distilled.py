@@ -1,8 +1,9 @@
 """On-policy distillation: the advantage of a sampled token is the teacher's log-prob less the trainer's.
 
 A token's gradient is the gradient of the reverse KL at the token's position, estimated from the sampled token, on
-texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). Later tokens add nothing.
-Where the teacher fits on the trainer's ranks, `algorithm.kl` has the same divergence exactly.
+texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). The gaps of
+later tokens do not enter. If the teacher fits on the trainer's ranks, `algorithm.kl` computes the KL exactly, over
+the whole vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -28,19 +29,21 @@ class Distilled(ScaleRL):
     reward_weight: float = 0.0
 
     def trains(self, completion: Completion) -> bool:
-        """Whether a completion is trained. Without rewards a truncated completion also teaches."""
+        """Whether a completion is trained on. If `reward_weight` is 0, truncated completions are trained on, too."""
         return not self.reward_weight or super().trains(completion)
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """The reason why a group teaches nothing. Without rewards every completion teaches; with rewards ScaleRL's
-        filter decides."""
+        """The reason why a group is left out; empty: the group is trained on.
+
+        If `reward_weight` is 0, only an empty group is left out; otherwise ScaleRL's filters decide.
+        """
         if self.reward_weight:
             return super().drop_reason(group)
         return "" if group.completions else "too_few"
 
     @separable
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """The loss of the recipe, at the advantages less the gaps."""
+        """The recipe's loss with the advantages of this class: weighted rewards less weighted gaps."""
         gap = inputs.trainer_logprobs.detach() - inputs.columns["teacher_logprobs"]
         advantages = self.reward_weight * inputs.advantages - self.gap_weight * gap
         output = super().loss(replace(inputs, advantages=advantages))

@@ -1,16 +1,16 @@
 """The algorithm of ScaleRL, and the interface of every other algorithm: which completions are trained, and how.
 
-The life of a group and of the group's batch:
+The methods, in the order in which the calls for a group and for the group's batch are made:
 
     score         once, after the verifier and before the group is stored: the columns of the group's tokens
-    trains        of each completion: whether the completion is in the batch
-    drop_reason   of each group, with the completions that train alone: why the group teaches nothing, or ""
-    advantages    of the groups that stay, a number for each completion, or for each token of a completion
-    weights       of the groups that stay, the weight of each completion's tokens in the summed loss
+    trains        for each completion: whether the completion is trained on
+    drop_reason   for each group, reduced to the completions that are trained on: why the group is left out, or ""
+    advantages    for the remaining groups: a number for each completion, or for each token of a completion
+    weights       for the remaining groups: the weight of each completion's tokens in the summed loss
     loss          on the trainer's ranks, for each micro-batch
 
-Not specified in the paper and chosen here: the spread is the population standard deviation over one value per
-completion that remains after filtering.
+The paper does not say over which values the standard deviation of rewards is taken. Here the population standard
+deviation is taken, over one value for each completion that remains after filtering.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRL:
-    """ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4); other field values are baselines.
+    """The algorithm of ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4).
+
+    The default of each field is ScaleRL's choice; the other values are the paper's baselines.
 
     A subclass is another algorithm (recipe: algorithm.name `module:Class`). The subclass overrides a method, and the
     fields that a subclass adds are settings of the recipe's section. Controller and trainer ranks make equal objects,
@@ -69,27 +71,30 @@ class ScaleRL:
     """Options of the loss, by name: the other keys of the recipe's section `loss`."""
 
     async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
-        """[samples] the columns of each sample, by name. The method may ask a judge, a teacher or a reference.
+        """[samples] for each sample a mapping from column name to [tokens] values.
 
         samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
-        has several (`Completion.samples`). The verifier has scored the completions already. The verifier also scores
-        validations. The call is repeated after an exception or ten minutes, four times; then the run ends.
+        has several (`Completion.samples`). The verifier has scored the completions already; this method alone may ask
+        a judge, a teacher or a reference policy. Validations are scored by the verifier alone. A call that raises or
+        takes ten minutes is repeated up to four times; then the run ends.
         """
-        raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
+        raise NotImplementedError(f"{type(self).__name__} has `columns` {self.columns}, but defines no `score`")
 
     def trains(self, completion: Completion) -> bool:
-        """Whether a completion is in loss and group mean. A group's pass rate counts the completion in either
-        case."""
+        """Whether a completion is trained on: whether loss and mean reward of the group include the completion.
+
+        The group's pass rate includes every completion.
+        """
         return self.truncated == "wrong" or not completion.truncated
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """The reason why a group teaches nothing, in one word; empty: the group is trained.
+        """The reason why a group is left out of the batch, in one word; empty: the group is trained on.
 
-        group: a group with only completions that train.
+        group: a group reduced to the completions that are trained on (`trains`).
 
         too_few: no completion, or with `zero_variance` fewer than two, so that there is no spread. all_correct,
         all_incorrect: every completion is correct, or none is. equal_rewards: the rewards are equal although
-        correctness differs. Nothing replaces a dropped group (section 3.2).
+        correctness differs. No other group replaces a dropped group (section 3.2).
         """
         if len(group.scores) < (2 if self.zero_variance else 1):
             return "too_few"
@@ -101,7 +106,10 @@ class ScaleRL:
         return "all_correct" if True in correct else "all_incorrect"
 
     def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
-        """[groups][completions] rewards less the group's mean, over a standard deviation (eq. 2, section 3.2)."""
+        """[groups][completions] advantage: reward less the group's mean, divided by a standard deviation (eq. 2).
+
+        `normalize` says whether the deviation is the batch's or the group's; "none" divides by nothing.
+        """
         centered = [centered_rewards(group) for group in groups]
         if self.normalize == "none":
             return centered
@@ -112,26 +120,30 @@ class ScaleRL:
         return [_divided(values, statistics.pstdev(values)) for values in centered]
 
     def weights(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
-        """[groups][completions] weight of a loss-mask token, by the groups and tokens that are left (N_eff)."""
+        """[groups][completions] weight of each loss-mask token in the summed loss.
+
+        groups: the groups that remain after filtering; the number of groups is N_eff (section 3.2).
+        """
         lengths = [[completion.sampled_tokens for completion in group.completions] for group in groups]
         return token_weights(lengths, self.reduction)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """The loss of a micro-batch: a sum with the given weights."""
+        """The loss of a micro-batch: the sum of token losses, each times `inputs.token_weights`."""
         return self.paper_loss(inputs)
 
     @property
     def separable(self) -> bool:
-        """Whether the loss is a sum of independent token losses, as the mark `losses.inputs.separable` says.
+        """Whether the loss is a sum of independent token losses, as the decorator `losses.inputs.separable` says.
 
-        Where a subclass overrides `loss`, the override also needs the mark: `loss` may call the recipe's loss.
+        The recipe's loss needs the decorator, and so does a subclass's `loss`, which may call the recipe's loss.
         """
         method = type(self).loss
         return is_separable(self.loss_name) and (method is ScaleRL.loss or getattr(method, "separable", False))
 
     @cached_property
     def paper_loss(self) -> Loss:
-        """The loss of the recipe's section, with the options. Raises ValueError for another name or option."""
+        """The loss function of the recipe (`loss_name`) with `loss_options`. Raises ValueError for an unknown name or
+        option."""
         return make_loss(self.loss_name, self.loss_options)
 
 

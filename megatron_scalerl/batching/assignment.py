@@ -15,8 +15,8 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import Sample
 
 ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
-"""A function from numbers of samples to the completions of these samples, in this order, in the bytes of
-`rollout_bytes`.
+"""A function that takes sample numbers and returns the completions of the numbered samples in the same order, as
+bytes (`rollout_bytes`).
 
 The controller calls the function once for each data-parallel rank, when that rank's message is sent. A store of files
 then reads the completions of a single rank at a time and off the event loop.
@@ -25,7 +25,7 @@ then reads the completions of a single rank at a time and off the event loop.
 
 @record
 class SampleFacts:
-    """A `types.Sample` without the completion."""
+    """A `types.Sample` with the completion's length in place of the completion."""
 
     prompt_token_ids: tuple[int, ...]
     """[P] token ids of the prompt."""
@@ -51,7 +51,7 @@ class RankPlan:
     policy_version: int
     """Version of the weights to train; a token's staleness is this version minus the token's version."""
     micro_batches: tuple[tuple[SampleFacts, ...], ...]
-    """Samples of each micro-batch, in the order of the sequences; a filler has no samples."""
+    """Samples of each micro-batch, in the order of the sequences; an empty micro-batch (filler) has no samples."""
 
     @property
     def samples(self) -> list[SampleFacts]:
@@ -79,15 +79,15 @@ def plan_step(
     """The step's plan, balanced by tokens over `dp_size` ranks.
 
     Samples are assigned, longest first, to the rank with the fewest tokens, and on each rank first-fit to
-    micro-batches of at most `micro_batch_tokens`. Ranks with fewer micro-batches get fillers. Raises ValueError if a
-    sample alone is longer than `micro_batch_tokens`.
+    micro-batches of at most `micro_batch_tokens`. Ranks with fewer micro-batches get empty micro-batches (fillers).
+    Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
-    assert samples, "a step needs at least one sample"
+    assert samples, "plan_step got no samples; a step needs at least one"
     lengths = [sample.length for sample in samples]
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
             raise ValueError(
-                f"trainer.micro_batch_tokens: {micro_batch_tokens} are too few for sample {index} of {length} tokens"
+                f"trainer.micro_batch_tokens is {micro_batch_tokens}; sample {index} needs at least {length}"
             )
     # Ranks are balanced first, then micro-batches, because the slowest rank decides the time of the step.
     bins = [_first_fit(members, lengths, micro_batch_tokens) for members in _balance(lengths, dp_size)]
@@ -105,7 +105,7 @@ def plan_step(
 
 
 def sample_facts(sample: Sample) -> SampleFacts:
-    """The facts of a sample."""
+    """The `SampleFacts` of a sample in memory."""
     return SampleFacts(
         prompt_token_ids=sample.prompt_token_ids,
         tokens=len(sample.rollout.token_ids),

@@ -1,4 +1,4 @@
-"""The columns of micro-batches: the `Batch` of a data-parallel rank from a plan and the completions.
+"""Builds micro-batches: the `Batch` of a data-parallel rank from the `RankPlan` and the completions.
 
 The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, the checks and the benches call `pack`,
 which assigns and builds in one process.
@@ -15,7 +15,7 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, arrays_of
 from megatron_scalerl.types import Batch, Int32, Int64, MicroBatch, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
-"""Values of padding positions, for the columns whose padding is not 0."""
+"""Field of `MicroBatch` -> value at padding positions; all other fields are padded with 0."""
 _COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("position_ids", "cu_seqlens"))
 
 
@@ -28,7 +28,7 @@ def pack(
     pad_multiple: int,
     policy_version: int,
 ) -> list[Batch]:
-    """The batches of all data-parallel ranks: `plan_step` assigns the samples, and `build` makes the columns.
+    """The batches of all data-parallel ranks: `plan_step` assigns the samples, and `build` makes the arrays.
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
@@ -49,11 +49,12 @@ def pack(
 def build(
     plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int, columns: Sequence[str] = ()
 ) -> Batch:
-    """The plan's `Batch`, from the completions of `plan.samples` in this order, with the columns named in `columns`.
+    """The `Batch` of the plan's rank.
 
-    Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than
-    `pad_multiple`, which is also the length of a filler. The arrays own the memory and are writable. Raises
-    ValueError for a completion that lacks a column.
+    completions: of `plan.samples`, in the same order. columns: names of the algorithm's columns (`ScaleRL.columns`).
+    Each micro-batch is padded to a multiple of `pad_multiple` tokens, and so may exceed `micro_batch_tokens` by less
+    than `pad_multiple`. An empty micro-batch (filler) has `pad_multiple` tokens. The arrays own the memory and are
+    writable. Raises ValueError for a completion that lacks a column.
     """
     assert len(completions) == len(plan.samples), (len(completions), len(plan.samples))
     arrays_left = iter(completions)
@@ -71,7 +72,7 @@ def _micro_batch(
     policy_version: int,
     columns: Sequence[str] = (),
 ) -> MicroBatch:
-    """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`.
+    """The samples packed into one row, padded with a sequence of zero weight to a multiple of `pad_multiple`.
 
     Without samples the micro-batch is a filler.
     """
@@ -97,7 +98,7 @@ def _sequence(
     """The arrays of a micro-batch for one completion: position i describes the token that the position predicts."""
     prompt = len(sample.prompt_token_ids)
     size = sample.length
-    assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
+    assert prompt > 0, "the prompt is empty, so no position predicts the completion's first token"
     tokens = np.empty(size, np.int64)
     tokens[:prompt] = sample.prompt_token_ids
     tokens[prompt:] = completion.token_ids
@@ -117,7 +118,9 @@ def _sequence(
     column_values = np.zeros((size, len(columns)), np.float32)
     for number, name in enumerate(columns):
         if name not in completion.columns:
-            raise ValueError(f"a completion has no column {name}: its group was stored before the algorithm had one")
+            raise ValueError(
+                f"a completion lacks column {name!r}: the group was stored before the column existed; start a new run"
+            )
         column_values[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
     # Off the mask every column has a neutral value. The target 0 of the last position is never used.
     row = {
@@ -138,11 +141,14 @@ def _sequence(
 def _joined_choices(
     sizes: Sequence[int], completions: Sequence[RolloutArrays]
 ) -> dict[str, Int32[np.ndarray, "N L K"]]:
-    """Experts of the concatenated sequences, -1 for a sequence without experts; empty if no sequence has experts."""
+    """{"expert_choices": [N, L, K] experts of the packed sequences}; {} if no sequence has expert choices.
+
+    The value is -1 where a sequence has no expert choices, and at the last token of every sequence.
+    """
     shapes = {(c.expert_choices.layers, c.expert_choices.topk) for c in completions if c.expert_choices is not None}
     if not shapes:
         return {}
-    assert len(shapes) == 1, "one policy has one number of layers and experts"
+    assert len(shapes) == 1, f"expert choices differ in layers or experts per token: {shapes}"
     layers, topk = shapes.pop()
     parts = []
     for tokens, completion in zip(sizes, completions, strict=True):
@@ -197,14 +203,14 @@ def filler_micro_batch(size: int) -> MicroBatch:
 def scoring_micro_batches(
     token_ids: Sequence[Sequence[int]], *, micro_batch_tokens: int, pad_multiple: int
 ) -> list[MicroBatch]:
-    """Token lists in order, packed for scoring: the loss mask marks every position that has a target.
+    """Micro-batches for scoring lists of tokens, in order: the loss mask is True at every position with a target.
 
     Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a separate micro-batch.
     """
     rows: list[list[Sequence[int]]] = []
     used = 0
     for ids in token_ids:
-        assert len(ids) >= 2, "a single token has nothing that predicts it"
+        assert len(ids) >= 2, "a list of a single token has nothing to score: no position predicts the first token"
         if not rows or used + len(ids) > micro_batch_tokens:
             rows.append([])
             used = 0
@@ -223,7 +229,7 @@ def scoring_micro_batches(
 
 
 def _unsampled(ids: Sequence[int]) -> RolloutArrays:
-    """The tokens from the second on as a completion that no engine sampled."""
+    """A completion of all tokens but the first, for scoring: log-probs and versions are 0."""
     size = len(ids) - 1
     return RolloutArrays(
         token_ids=np.asarray(ids[1:], np.int64),
@@ -238,12 +244,12 @@ def _unsampled(ids: Sequence[int]) -> RolloutArrays:
 
 
 def sequence_ids(micro_batch: MicroBatch) -> Int64[np.ndarray, " N"]:
-    """Number of each position's sequence, from 0."""
+    """[N] number of the sequence to which each position belongs, from 0."""
     return np.repeat(np.arange(len(micro_batch.cu_seqlens) - 1), np.diff(micro_batch.cu_seqlens))
 
 
 def real_tokens(batch: Batch) -> int:
-    """Tokens of all sequences with loss, prompts included, without padding and fillers."""
+    """Number of tokens in the sequences that have a loss: prompts included, padding and fillers left out."""
     total = 0
     for micro_batch in batch.micro_batches:
         sizes = np.diff(micro_batch.cu_seqlens)

@@ -28,7 +28,8 @@ from megatron_scalerl.types import Completion, ExpertChoices, Int64, Part, Rollo
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBHIIIiIIHHQ")
-"""format, flags, E, T, V, F, thinking_cut, seed, layers, topk, width, bytes of expert choices."""
+"""The header's fields: format, flags, E, T, V, F (lengths, as above), thinking_cut, seed, layers, topk, width, and
+number of bytes of expert choices."""
 _INTERRUPTED = 1
 _TRUNCATED = 2
 _FLOAT64 = 4
@@ -101,9 +102,9 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 
 def facts_of(arrays: RolloutArrays) -> Completion:
-    """The facts about a completion of at least one token."""
-    # The list has the numbers start, end, start, end ... of the policy's ranges. A range may be empty, before a
-    # history or after a last message.
+    """The `Completion` of one rollout, which has at least one token: lengths, versions and sums without tokens."""
+    # The list has the numbers start, end, start, end ... of the policy's ranges. A range is empty
+    # where a sample begins with the environment's history, or ends with the environment's message.
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
     return Completion(
         tokens=len(arrays.token_ids),
@@ -134,7 +135,7 @@ def turn_numbers(samples: Sequence[RolloutArrays]) -> list[np.ndarray]:
 
 
 def joined_parts(parts: Sequence[RolloutArrays]) -> RolloutArrays:
-    """The parts of an episode, concatenated without expert choices; a single part is returned unchanged."""
+    """The samples of an episode that forked, concatenated without expert choices; a single sample is unchanged."""
     if len(parts) == 1:
         return parts[0]
     starts = accumulate((len(part.token_ids) for part in parts), initial=0)
@@ -153,7 +154,7 @@ def joined_parts(parts: Sequence[RolloutArrays]) -> RolloutArrays:
 
 
 def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int | None] = ()) -> Completion:
-    """The facts about an episode; the versions come from sampled tokens alone.
+    """The `Completion` of an episode; first and last version are those of sampled tokens.
 
     parts: a single part, or the samples into which the episode forked. prompt_tokens: `types.Part.prompt_tokens` of
     each part; default: all of the prompt.
@@ -219,11 +220,11 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
 def read(data: bytes | memoryview) -> RolloutArrays:
     """The completion in `data`, with token ids and log-probs as views. Raises ValueError for malformed bytes."""
     if len(data) < _HEADER.size:
-        raise ValueError(f"rollout: {len(data)} bytes are shorter than a header of {_HEADER.size}")
+        raise ValueError(f"rollout: {len(data)} bytes are too few: the header alone has {_HEADER.size}")
     fields = _HEADER.unpack_from(data)
     layout, flags, environment_ranges, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
     if layout != _FORMAT or flags >= 32:
-        raise ValueError(f"rollout: format {layout} with flags {flags} cannot be read; this is format {_FORMAT}")
+        raise ValueError(f"rollout: format {layout} with flags {flags} is unknown; format {_FORMAT} is read here")
     value: np.dtype[Any] = np.dtype("<f4")
     if flags & _FLOAT64:
         value = np.dtype("<f8")
@@ -234,30 +235,30 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     if flags & _COLUMNS:
         columns = _columns(data, starts[-1], tokens)
     elif starts[-1] != len(data):
-        raise ValueError(f"rollout: {len(data)} bytes arrived, the header says {starts[-1]}")
+        raise ValueError(f"rollout: {len(data)} bytes arrived, but the header announces {starts[-1]}")
     version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
     mask = _mask(_ranges(data, ranges, starts[1], tokens), tokens)
     environment = _ranges(data, environment_ranges, starts[2], tokens)
     if (mask & ~_mask(environment, tokens)).any():
-        raise ValueError(f"rollout: the environment's ranges {environment.tolist()[:4]} have tokens with loss")
+        raise ValueError(f"rollout: the loss mask has tokens that the environment wrote: {environment.tolist()[:4]}")
     lengths = version_runs["tokens"].astype(np.int64)
     if lengths.sum() != tokens or (lengths == 0).any():
         raise ValueError(
-            f"rollout: runs of policy versions have to fill {tokens} tokens, theirs are {lengths.tolist()[:8]}"
+            f"rollout: runs of policy versions have {lengths.tolist()[:8]} tokens, but have to fill {tokens}"
         )
     choices = None
     if flags & _EXPERTS:
         if width not in (1, 2) or not layers or not topk or expert_bytes % (width * layers * topk):
             raise ValueError(
-                f"rollout: {expert_bytes} bytes are no expert choices of {layers} x {topk} x {width} bytes"
+                f"rollout: {expert_bytes} bytes of expert choices do not divide by {layers} x {topk} x {width} bytes"
             )
         choices = ExpertChoices(
             layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] : starts[6]])
         )
     elif expert_bytes:
-        raise ValueError(f"rollout: it has {expert_bytes} bytes of expert choices, but no flag for them")
-    # The fields are views where the bytes are the numbers. Versions and mask are stored as runs and have to be
-    # spread.
+        raise ValueError(f"rollout: {expert_bytes} bytes of expert choices came without the flag for expert choices")
+    # Token ids and log-probs are views of `data`. Versions and mask are stored as runs, so each run is expanded to a
+    # value for each token.
     return RolloutArrays(
         token_ids=np.frombuffer(data, "<u4", tokens, starts[3]),
         rollout_logprobs=np.frombuffer(data, value, tokens, starts[4]),
@@ -280,7 +281,7 @@ def _column_bytes(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _columns(data: bytes | memoryview, start: int, tokens: int) -> dict[str, np.ndarray]:
-    """The columns, which begin at byte `start`. Raises ValueError for malformed bytes."""
+    """Name -> [T] float32 column, read from byte `start` to the end. Raises ValueError for malformed bytes."""
     section = bytes(data[start:])
     names = []
     offset = 1
@@ -291,14 +292,14 @@ def _columns(data: bytes | memoryview, start: int, tokens: int) -> dict[str, np.
     expected = offset + 4 * tokens * len(names)
     if not names or len({*names}) != len(names) or len(section) != expected or not b"".join(names).isascii():
         raise ValueError(
-            f"rollout: {len(section)} bytes are no columns of {tokens} tokens with the names {names[:4]}"
+            f"rollout: {len(section)} bytes do not fit columns of {tokens} tokens with the names {names[:4]}"
         )
     values = np.frombuffer(section, "<f4", offset=offset).reshape(len(names), tokens)
     return {name.decode(): column for name, column in zip(names, values)}
 
 
 def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
-    """[V] runs of consecutive tokens with equal versions."""
+    """[V] records (version, number of tokens), one for each run of consecutive tokens with equal versions."""
     if not len(versions):
         return np.zeros(0, _VERSION_RUN)
     edges = np.flatnonzero(np.diff(versions)) + 1
@@ -317,16 +318,16 @@ def _forced_ranges(mask: np.ndarray) -> np.ndarray:
 
 
 def _ranges(data: bytes | memoryview, count: int, offset: int, tokens: int) -> Int64[np.ndarray, "count 2"]:
-    """The ranges at `offset`. Raises ValueError unless they ascend within the completion."""
+    """[count, 2] ranges [start, end) at byte `offset`. Raises ValueError unless the numbers ascend up to `tokens`."""
     # The numbers are start, end, start, end ... If they rise, no range is empty and no two ranges overlap.
     bounds = np.frombuffer(data, "<u4", 2 * count, offset).astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
-        raise ValueError(f"rollout: ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}")
+        raise ValueError(f"rollout: the ranges {bounds.tolist()[:8]} do not ascend within {tokens} tokens")
     return bounds.reshape(-1, 2)
 
 
 def _mask(ranges: Int64[np.ndarray, "count 2"], tokens: int) -> np.ndarray:
-    """[T] False in the ranges."""
+    """[T] bool, False for tokens within the ranges and True elsewhere."""
     mask = np.ones(tokens, bool)
     for start, end in ranges.tolist():
         mask[start:end] = False

@@ -31,7 +31,7 @@ class Request:
     gpu_hours: float | None
     """Device-hours of all attempts after which the job is not queued again; None without a budget."""
     check_seconds: float
-    """Seconds within which each of several nodes has to report."""
+    """Seconds within which each node has to report its check (`doctor`), in a job of several nodes."""
     site: Path | None
     """Path of the site file."""
     max_requeues: int
@@ -63,25 +63,25 @@ def allocate(
 ) -> Allocation:
     """The nodes that the largest of the recipes needs. exclusive: whether the job may take whole nodes.
 
-    Raises ValueError.
+    Raises ValueError for options that fit neither the partition nor every recipe.
     """
     if not 1 <= request.nodes <= partition.nodes:
         raise ValueError(
             f"--nodes: {request.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
         )
     if request.nodes == 1 and request.slots is not None:
-        raise ValueError("--slots requires --nodes of at least 2: one node runs everything")
+        raise ValueError("--slots requires --nodes of at least 2; leave --slots out for a single node")
     gpus = max(_gpus(recipe, partition, request) for recipe in recipes)
     slots = None
     if request.nodes > 1:
         slots = gpus or request.slots
         if slots is None:
-            raise ValueError("--slots is missing; give the ranks and engine devices of a node")
+            raise ValueError("--slots is missing; give the number of ranks and engine devices of a node")
         needed_nodes = max(_checked_need(recipe, slots, request.nodes) for recipe in recipes)
         if needed_nodes < request.nodes:
             raise ValueError(
-                f"--nodes: {request.nodes} is too many: the fleet fills {needed_nodes} with {slots} devices "
-                "each, and the others would be idle"
+                f"--nodes: {request.nodes} is too many: trainer and engines fill {needed_nodes} nodes of {slots} "
+                f"devices; use --nodes {needed_nodes}"
             )
     cpus = request.cpus
     # a job on all GPUs of a node takes the whole node, and so requests no number of CPUs
@@ -96,7 +96,8 @@ def allocate(
 
 
 def assumed_partition(request: Request, gres: str) -> Partition:
-    """The assumed partition, where Slurm cannot be asked. gres: a node's GPUs by the site file."""
+    """A partition with assumed nodes, for a machine without Slurm. gres: the GPUs of a node that the site file
+    requests."""
     number = request.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
     types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
@@ -123,7 +124,7 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
     models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
     if len(models) != 1:
         names = ", ".join(GPUS)
-        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {names}"
+        return f"skipped: Slurm's GPU type of {partition.name} is {kind or '(none)'}, but the planner knows {names}"
     from megatron_scalerl.plan.assumptions import Assumptions
     from megatron_scalerl.plan.command import config_folder
     from megatron_scalerl.plan.planner import make_plan
@@ -139,7 +140,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
     """GPUs of a node: --gpus-per-node, else one per rank and engine device on one node, all GPUs on several nodes.
 
-    A partition with GPUs gives the run GPUs, unless --gpus-per-node is 0. Raises ValueError.
+    In a partition with GPUs the run takes GPUs, unless --gpus-per-node is 0. Raises ValueError for options that do
+    not fit.
     """
     devices = recipe.devices
     gpus = request.gpus_per_node
@@ -149,19 +151,19 @@ def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
             gpus = devices
     if gpus and request.slots is not None:
         raise ValueError(
-            f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out, or add "
+            f"--slots is for a run on CPUs, but this run takes {gpus} GPUs of a node; leave --slots out, or add "
             "--gpus-per-node 0"
         )
     if not 0 <= gpus <= partition.gpus:
         advice = ""
         if not recipe.engine.colocate and (node_count := hosts_needed(recipe, partition.gpus)):
-            advice = f"; --nodes {node_count} would do"
+            advice = f"; --nodes {node_count} would be enough"
         raise ValueError(
-            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs, ranks "
-            f"and engines of {recipe.name} take {devices}{advice}"
+            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs, and "
+            f"ranks and engines of {recipe.name} take {devices}{advice}"
         )
     if request.nodes == 1 and 0 < gpus < devices:
-        raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
+        raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} GPUs of one node")
     return gpus
 
 

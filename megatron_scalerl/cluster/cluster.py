@@ -75,7 +75,7 @@ def partitions() -> dict[str, Partition]:
 
 
 def smallest_partition(candidates: Sequence[Partition]) -> Partition:
-    """The minimum over several partitions: resources of a job that starts in the partition that is free first."""
+    """The minimum of each number over several partitions: Slurm starts a job in whichever partition is free first."""
     limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(
         name=",".join(partition.name for partition in candidates),
@@ -106,7 +106,7 @@ def gpu_type_of(gres: str) -> str | None:
 
 
 def _only(types: set[str | None]) -> str | None:
-    """The type of GPU; None without a type or with several types."""
+    """The type of GPU, if there is exactly one; else None."""
     return types.pop() if len(types) == 1 else None
 
 
@@ -175,7 +175,7 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def cancel(job_ids: Iterable[str]) -> None:
-    """Cancel these jobs; jobs that have ended do not change."""
+    """Cancel the jobs by scancel. Jobs that have ended do not change."""
     for job_id in job_ids:
         _run("scancel", job_id)
 

@@ -16,11 +16,11 @@ WITHIN_S = 300.0
 """Default of --within (s). An assumption: a check takes 10 to 30 s, longer where many nodes load packages at once."""
 _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
 """Status -> color, in the order in which checks are printed."""
-EPILOG = """exit codes: 0 if no check failed, 1 if one did, 2 for wrong arguments
+EPILOG = """exit codes: 0 if no check failed, 1 if a check failed, 2 for wrong arguments
 
 examples:
   megatron-scalerl doctor my_run.yaml --json node.json
-  megatron-scalerl doctor my_run.yaml --hosts slurm --reports reports    in a job: all of its nodes
+  megatron-scalerl doctor my_run.yaml --hosts slurm --reports reports    all nodes of the job
 
 docs/doctor.md describes the checks."""
 
@@ -29,24 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Check this node before a run starts on it: GPUs, versions, inputs, disks."
     parser.epilog = EPILOG
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: check only the node)")
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="key.path=value",
-        help="settings that override the recipe's; overlay=FILE: those of a file",
+        help="settings that override the recipe's; overlay=FILE takes the settings of a file",
     )
     parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
-        help="GPUs that the run takes on this node; default: all of the recipe's, as if it ran here alone",
+        help="number of GPUs that the run takes on this node (default: all GPUs of the recipe)",
     )
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
-    several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
+    several = parser.add_argument_group("all nodes of a Slurm job, checked from the job's first node")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument("--reports", metavar="FOLDER", help="folder that all nodes see, for their reports")
+    several.add_argument("--reports", metavar="FOLDER", help="folder for the reports, seen by all nodes")
     several.add_argument(
         "--within",
         type=float,
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """
     if bool(arguments.hosts) != bool(arguments.reports) or (arguments.hosts and arguments.json):
-        raise ValueError("--hosts and --reports need each other, and every node writes its --json to that folder")
+        raise ValueError("give --hosts and --reports together, without --json; each node writes a report")
     if not arguments.within > 0:
         raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
     if arguments.gpus is not None and arguments.gpus < 0:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     checks = examine(recipe, arguments.recipe, arguments.gpus)
     report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        # the console would break long lines
+        # not by the console, which would break long lines
         print(report.decode(), end="")
     else:
         _show(checks, console)

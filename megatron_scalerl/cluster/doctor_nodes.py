@@ -24,7 +24,8 @@ from megatron_scalerl.processes.logs import printable
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
 BAD = "bad"
-"""Name of the file with the unfit nodes. Without a fit node there is no file, as other nodes would not help."""
+"""Name of the file with the unfit nodes. The file is not written if all nodes are unfit: excluding nodes would not
+help then."""
 PROGRAM_PREFIX = "megatron-scalerl: "
 """Beginning of the lines that the program prints."""
 _LONGEST = 500
@@ -64,7 +65,7 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
             try:
                 reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
             except (OSError, msgspec.DecodeError):
-                end = f"exit code {code}; 124: it took longer than {within_s:g} s"
+                end = f"exit code {code}; 124 means longer than {within_s:g} s"
                 silent[node] = f"no report ({end}): {program_line(folder / f'{node}.log')}"
         bad = unfit_nodes(reports, silent)
         if 0 < len(bad) < len(nodes):
@@ -79,8 +80,8 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
 def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
     """Unfit node -> reason: no report, a failed check, or a result that differs from the result of most nodes.
 
-    reports: checks of each node, in the order of the nodes. Of two equally frequent results the first is right.
-    silent: node without a report -> reason.
+    reports: node -> checks, in the order of the nodes. If two results are equally frequent, the first counts as
+    right. silent: node without a report -> reason.
     """
     reasons = {node: [reason] for node, reason in silent.items()}
     results: dict[str, dict[str, str]] = defaultdict(dict)
@@ -93,7 +94,7 @@ def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str
         [(usual, count)] = Counter(lines.values()).most_common(1)
         for node, line in lines.items():
             if line != usual:
-                reasons[node].append(f"{line}, where {count} of {len(lines)} nodes have {usual}")
+                reasons[node].append(f"{line}, but {count} of {len(lines)} nodes have {usual}")
     return {node: "; ".join(lines) for node, lines in reasons.items() if lines}
 
 

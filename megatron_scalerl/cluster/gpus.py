@@ -25,7 +25,7 @@ FOREIGN_MIB = 256
 agent or an MPS server less. An assumption."""
 GPUS = "GPUs"
 """Name of the check of the GPUs' number and model."""
-_OTHER_NODE = "take another node (sbatch --exclude) and report this one to its administrator"
+_OTHER_NODE = "take another node (sbatch --exclude) and report this node to the administrator"
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Gpu:
 
     index: int
     name: str
-    """An error where the GPU does not answer."""
+    """Model of the GPU, or NVML's error in parentheses if the GPU does not answer."""
     uuid: str = ""
     handle: Any = None
     """NVML's handle; None where the GPU does not answer."""
@@ -58,7 +58,7 @@ def gpus_in_process(needed_gpus: int | None, limit_s: float = LIMIT_S) -> GpuRep
 
 
 def main() -> None:
-    """The process: print the report as JSON. The only argument is `needed_gpus`, 0 if unknown."""
+    """Run in the separate process: print the report as JSON. The argument is `needed_gpus`, 0 if unknown."""
     needed_gpus = int(sys.argv[1])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -104,7 +104,7 @@ def _examined(nvml: Any, needed_gpus: int | None, visible: str | None) -> GpuRep
     faults = "; ".join(f"GPU {gpu.index}: {fault}" for gpu in gpus for fault in _faults(nvml, gpu))
     health = Check("GPU health", "ok", "no memory in use, no errors")
     if faults:
-        remedy = f"end the processes of earlier jobs; for errors, {_OTHER_NODE}"
+        remedy = f"end processes of earlier jobs that hold memory; for errors, {_OTHER_NODE}"
         health = Check("GPU health", "failed", f"{faults}; {remedy}")
     version = Check("driver", "ok", f"{driver}, for CUDA up to {cuda or '(unknown)'}")
     return GpuReport(checks=[_count(gpus, unknown_entries, needed_gpus), health, version], cuda_version=cuda)
@@ -156,7 +156,7 @@ def _answer(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _failure(problem: str) -> GpuReport:
-    """The report where NVML as a whole does not answer."""
+    """The report if NVML does not answer at all."""
     remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
     return GpuReport(checks=[Check(GPUS, "failed", f"{problem}; {remedy}")])
 
@@ -164,14 +164,15 @@ def _failure(problem: str) -> GpuReport:
 def _without_gpus(reason: str, needed_gpus: int | None) -> list[Check]:
     if needed_gpus:
         remedy = "install the driver, or ask Slurm for GPUs (--gpus-per-node)"
-        return [Check(GPUS, "failed", f"none of {needed_gpus}: {reason}; {remedy}")]
+        return [Check(GPUS, "failed", f"the run takes {needed_gpus}, but no GPU was found: {reason}; {remedy}")]
     return [Check(GPUS, "skipped", f"no GPU: {reason}")]
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], list[str]]:
-    """(the GPUs that CUDA_VISIBLE_DEVICES names, the entries that name no GPU).
+    """(the GPUs that CUDA_VISIBLE_DEVICES names, the entries that name no GPU). visible: value of the variable.
 
-    CUDA orders GPUs by speed by default, and equal GPUs by PCI address, as NVML does.
+    An index in the variable is taken for NVML's index. By default CUDA numbers GPUs by speed, and GPUs of equal speed
+    by PCI address, as NVML does.
     """
     if visible is None:
         return list(gpus), []
@@ -191,11 +192,11 @@ def _count(gpus: Sequence[Gpu], unknown_entries: Sequence[str], needed_gpus: int
     summary = ", ".join(f"{number} x {name}" for name, number in names.items()) or "none"
     wrong = ""
     if unknown_entries:
-        wrong = f"CUDA_VISIBLE_DEVICES names {listed(unknown_entries, 4)}: lost, or the variable is another node's"
+        wrong = f"CUDA_VISIBLE_DEVICES names {listed(unknown_entries, 4)}, not found: lost, or set for another node"
     elif needed_gpus and len(gpus) < needed_gpus:
-        wrong = f"the run takes {needed_gpus}: ask for more, or pass --gpus; if one is lost, {_OTHER_NODE}"
+        wrong = f"the run takes {needed_gpus}: request more GPUs, or correct --gpus; if a GPU is lost, {_OTHER_NODE}"
     elif len(names) > 1:
-        wrong = "a run needs GPUs of one model that answer (sbatch --constraint or --gres=gpu:TYPE:N)"
+        wrong = "all GPUs have to answer and be of one model; request a model (sbatch --gres=gpu:TYPE:N)"
     if wrong:
         return Check(GPUS, "failed", f"{summary}; {wrong}")
     return Check(GPUS, "ok", summary)

@@ -38,7 +38,7 @@ class JobPlan:
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
     startup_s: int
-    """Seconds until the first step. A budget that is left for fewer seconds counts as spent."""
+    """Seconds from start to first step. A budget that pays for fewer seconds counts as spent."""
     site: Site
 
     @property
@@ -108,7 +108,8 @@ def render(plan: JobPlan) -> str:
 
 
 def _options(plan: JobPlan) -> list[str]:
-    """The options that follow #SBATCH, line by line. Raises ValueError."""
+    """The options of the #SBATCH lines, one for each line. Raises ValueError for options of the site that do not
+    fit."""
     request = plan.request
     nodes = plan.nodes
     options: dict[str, str | bool] = {
@@ -153,7 +154,11 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
 
 
 def _container(plan: JobPlan) -> str:
-    """Words of the script: options of srun for pyxis, else a command in front of the program; empty for "none"."""
+    """The container's words in the script: options of srun for pyxis, else the command that starts the program
+    inside.
+
+    Empty for container "none".
+    """
     site = plan.site
     folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts, "{run}:{run}", "{local}:{local}"]
     if site.container == "none":
@@ -177,7 +182,7 @@ def _container(plan: JobPlan) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of the script, where {run} and {local} are folders."""
+    """A quoted word of the script, with {run} and {local} replaced by the script's variables for the folders."""
     quoted = shlex.quote(word)
     # bash expands no variable inside single quotes, so the quotes end before the variable and begin again after it
     for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*")):

@@ -25,16 +25,17 @@ from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recip
 
 PACKAGE = Path(megatron_scalerl.__file__).parent
 SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path("/dev/shm")}
-"""Folders of this node in which ranks and engines need SPACE_BYTES."""
+"""Name of a check -> folder of this node in which ranks and engines need SPACE_BYTES of free space."""
 OUTPUT_SPACE = "output folder: space"
 DIFFERENT = ("host", *SPACE, OUTPUT_SPACE)
 """Checks whose results may differ between the nodes of a run."""
 SPACE_BYTES = GIB
-"""Assumed need of a folder of SPACE (bytes), for rendezvous files, compilers, NCCL and an engine's processes."""
+"""Assumed free space that each folder of SPACE needs (bytes), for rendezvous files, compilers, NCCL and engines."""
 SPACE_LEAST = GIB // 16
 """Shared memory that is too small for engines and for NCCL (bytes): the default of a Docker container, 64 MiB."""
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
-"""Bytes of a checkpoint per parameter by policy.dtype: weights, separate fp32 main weights for bf16, two moments."""
+"""policy.dtype -> bytes of a checkpoint per parameter: weights, fp32 main weights for bf16, and Adam's two
+moments."""
 _ANOTHER = "choose an output_dir on another file system, or make space there"
 _INSTALL = "make the environment again with tools/install.sh, on a file system that all nodes see"
 
@@ -48,7 +49,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     installed = _installed()
     on_gpus = isinstance(installed, Installed) and is_gpu_environment(installed)
     needed_count = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
-    reading = GpuReport(checks=[Check(GPUS, "skipped", "the run takes none here")])
+    reading = GpuReport(checks=[Check(GPUS, "skipped", "the run takes no GPUs here")])
     if needed_count != 0:
         reading = gpus_in_process(needed_count)
     checks = [
@@ -72,10 +73,10 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
 
 
 def gpus_needed(recipe: Recipe | None, option: int | None, *, gpu_environment: bool) -> int | None:
-    """GPUs that a run takes on this node; None without recipe and option.
+    """Number of GPUs that a run takes on this node; None without recipe and --gpus.
 
-    A run takes the GPUs that are visible, so a node with a broken driver would silently run on CPUs. This check
-    decides by the environment: an environment for GPUs needs GPUs.
+    option: --gpus. A run takes the visible GPUs, so a node with a broken driver would silently run on CPUs. Therefore
+    the installed packages decide: an environment for GPUs (`is_gpu_environment`) needs GPUs.
     """
     if option is not None or recipe is None:
         return option
@@ -85,7 +86,7 @@ def gpus_needed(recipe: Recipe | None, option: int | None, *, gpu_environment: b
 
 
 def _installed() -> Installed | Check:
-    """Packages, and the CUDA that torch was built for; CUDA is not initialized, as NVML checks the GPUs."""
+    """The installed packages, or a failed check if torch cannot be imported. CUDA is not initialized."""
     try:
         return probe()
     except RuntimeError as error:
@@ -115,7 +116,7 @@ def _packages(installed: Mapping[str, str], extra: str) -> Check:
     versions = ", ".join(f"{package} {installed[package]}" for package in COMPARED if package in installed)
     pins = {package: pin for package, pin in pinned(extra).items() if package in COMPARED}
     if not pins:
-        reason = "megatron_scalerl is not installed, so nothing says what it requires"
+        reason = "megatron_scalerl is not installed as a package, so the required versions are unknown"
         return Check("packages", "skipped", f"{versions}; {reason}")
     wrong = [
         f"{package} {installed.get(package, 'is missing')} ({pin} is required)"
@@ -130,8 +131,8 @@ def _packages(installed: Mapping[str, str], extra: str) -> Check:
 def _cuda(built: str, supported: str) -> Check:
     """A check of torch's CUDA: a driver runs programs of its major version of CUDA and of earlier versions."""
     if not supported:
-        return Check("CUDA", "skipped", f"torch was built for CUDA {built}; no driver says what it supports")
-    versions = f"torch's {built}, the driver's {supported}"
+        return Check("CUDA", "skipped", f"torch was built for CUDA {built}; the driver's CUDA is unknown")
+    versions = f"torch was built for {built}, the driver supports {supported}"
     driver_version, torch_version = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
     if driver_version >= torch_version:
         return Check("CUDA", "ok", versions)
@@ -147,18 +148,18 @@ def _nccl(installed: Installed) -> Check:
     package = next((packages[name] for name in NCCL if name in packages), None)
     if package and package.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
-        return Check("NCCL", "failed", f"{loaded} is loaded, {package} was installed with torch; {remedy}")
+        return Check("NCCL", "failed", f"{loaded} is loaded, but {package} was installed with torch; {remedy}")
     return Check("NCCL", "ok", loaded)
 
 
 def node_space(name: str) -> Check:
-    """Free space of a folder of SPACE. Raises OSError."""
+    """A check of the free space of the folder `SPACE[name]`. Raises OSError."""
     free = _free(SPACE[name])
     space = f"{SPACE[name]}: {size(free)} free"
     if free >= SPACE_BYTES:
         return Check(name, "ok", space)
-    remedy = "see what fills it; set TMPDIR, or in a container --ipc=host or --shm-size"
-    expected = f"{size(SPACE_BYTES)} should be (assumed)"
+    remedy = "delete files, or set TMPDIR; for shared memory of a container, set --ipc=host or --shm-size"
+    expected = f"{size(SPACE_BYTES)} should be free (assumed)"
     return Check(name, "failed" if free <= SPACE_LEAST else "warning", f"{space}, {expected}; {remedy}")
 
 
@@ -168,9 +169,9 @@ def _inputs(recipe: Recipe) -> Check:
         check_policy(recipe)
         check_prompts(recipe)
     except (ValueError, OSError) as error:
-        remedy = "put it on a file system that all nodes see, or copy it to each"
+        remedy = "put the files on a file system that all nodes see, or copy the files to each node"
         return Check("inputs", "failed", f"{error}; {remedy}")
-    return Check("inputs", "ok", f"policy {recipe.policy.path} and its prompts")
+    return Check("inputs", "ok", f"policy {recipe.policy.path} and the prompts are readable")
 
 
 def place_of(run_dir: Path) -> Path:
@@ -179,7 +180,8 @@ def place_of(run_dir: Path) -> Path:
 
 
 def canary(place: Path) -> Check:
-    """Write, sync, rename and read a file, and take a lock, in a new folder of `place`. Raises OSError."""
+    """A check that writes, syncs, renames and reads a file and takes a lock in a new folder in `place`. Raises
+    OSError."""
     name = "output folder"
     content = secrets.token_bytes(65536)
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
@@ -187,12 +189,12 @@ def canary(place: Path) -> Check:
         write_durably(path, content)
         os.close(lock_file(Path(folder) / "lock"))  # the controller of a run locks the run's folder
         if path.read_bytes() != content:
-            return Check(name, "failed", f"{place}: other bytes are read than were written; {_ANOTHER}")
+            return Check(name, "failed", f"{place}: the bytes read differ from the bytes written; {_ANOTHER}")
     return Check(name, "ok", f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
 
 
 def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
-    """Bytes of checkpoint.keep checkpoints and one more, or the reason why the number is unknown."""
+    """Bytes of checkpoint.keep + 1 checkpoints, or the reason why the number is unknown."""
     from megatron_scalerl.plan.command import config_folder
 
     try:
@@ -209,17 +211,18 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
 
 
 def output_space(run_dir: Path, need: int | str) -> Check:
-    """Free space for a run's checkpoints. need: bytes, or the reason why the number is unknown. Raises OSError."""
+    """A check of the free space for a run's checkpoints. need: bytes, or why the number is unknown. Raises
+    OSError."""
     free = _free(place_of(run_dir))
     if isinstance(need, str):
-        return Check(OUTPUT_SPACE, "skipped", f"{size(free)} free; what the run needs is unknown: {need}")
+        return Check(OUTPUT_SPACE, "skipped", f"{size(free)} free; the size of checkpoints is unknown: {need}")
     # checkpoints that exist already do not have to be written again
     files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and not path.is_symlink())
     need -= sum(path.lstat().st_size for path in files)
     if free < need:
         remedy = "choose an output_dir with more space, or a smaller checkpoint.keep"
-        return Check(OUTPUT_SPACE, "failed", f"{size(free)} free, checkpoints take {size(need)}; {remedy}")
-    return Check(OUTPUT_SPACE, "ok", f"{size(free)} free, {size(max(0, need))} for checkpoints to come")
+        return Check(OUTPUT_SPACE, "failed", f"{size(free)} free, but checkpoints take {size(need)}; {remedy}")
+    return Check(OUTPUT_SPACE, "ok", f"{size(free)} free, and further checkpoints take {size(max(0, need))}")
 
 
 def _free(folder: Path) -> int:
@@ -229,7 +232,7 @@ def _free(folder: Path) -> int:
 
 
 def _digests(recipe: Recipe | None) -> Check:
-    """Digests of code, recipe and policy, for a comparison of nodes. Raises OSError."""
+    """A check that shows digests of code, recipe and policy, which have to be equal on all nodes. Raises OSError."""
     digests = f"code {digest_of(PACKAGE)}"
     if recipe is not None:
         settings = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]

@@ -74,7 +74,7 @@ def probe() -> Installed:
 
 
 def main() -> None:
-    """The process: print the packages as one JSON line."""
+    """Run in the separate process: print the packages as one JSON line."""
     import torch
 
     versions = installed_versions(_PACKAGES)

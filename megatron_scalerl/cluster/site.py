@@ -21,7 +21,7 @@ _CONTAINER_KINDS = ("none", "pyxis", "apptainer")
 _NOT_A_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
-"""A single line of text."""
+"""Text of a single line, without control characters."""
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Options = Mapping[str, str | bool]
@@ -53,7 +53,8 @@ _REPLACED_OPTIONS = {
 
 
 class Site(BaseModel):
-    """Lines of a job script that the cluster asks for. Read by `read_site`."""
+    """Settings that a cluster requires of every job script, such as account, modules and container. Read by
+    `read_site`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -72,8 +73,9 @@ class Site(BaseModel):
 
     A template may extend job.sbatch."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """The container of the program, on every node. Words are a command in front of the program; {run}, {cwd} and
-    {local} stand for the folders of the run, of the submission, and of compiled files."""
+    """The container of the program, on every node. A list of words is a command that starts the program in another
+    kind of container; {run}, {cwd} and {local} are replaced by the folders of the run, of the submission, and of
+    compiled files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
@@ -86,11 +88,12 @@ class Site(BaseModel):
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node by the options, in Slurm's notation of generic resources; the number may be missing."""
+        """The GPUs of a node that the site's options request, as Slurm's generic resources; the number may be
+        missing."""
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, job_options: Options, *, gpus: int) -> list[str]:
-        """The text of each #SBATCH line: the job's options and the site's. Raises ValueError for too few GPUs.
+        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for too few GPUs.
 
         gpus: GPUs of a node; the number is added to a type of GPU without a number.
         """
@@ -133,11 +136,11 @@ def _requests_gpus(name: str, value: object) -> bool:
 
 
 def _numbered(gres: str, gpus: int) -> str:
-    """Generic resources with `gpus` after a type without a number. Raises ValueError for too few GPUs."""
+    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for too few GPUs."""
     # matches `gpu` and `gpu:h100`, which give no number, but neither `gpu:4` nor `gpu:h100:4`
     numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(numbered) < gpus:
-        raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
+        raise ValueError(f"site file: sbatch: {gres} requests fewer GPUs of a node than the run takes, {gpus}")
     return numbered
 
 
@@ -158,21 +161,21 @@ def read_site(path: Path | None) -> Site:
             )
     for key, value in data.items():
         if is_secret("", str(value)):
-            raise ValueError(f"{path}: {key} holds what looks like a secret, and others can read the job script")
+            raise ValueError(f"{path}: {key} holds what looks like a secret, which others can read in the job script")
     try:
         site = Site.model_validate(data)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_line(error)}") from None
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
-            raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
+            raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit; remove it")
         if name in _FIXED_OPTIONS:
-            raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
+            raise ValueError(f"{path}: sbatch: {name} is set by the job itself; remove {name}")
         if name in ("export", "gpus-per-node") and _NOT_A_NAME.search(str(value)):
-            raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
+            raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names without = and ALL")
     if (site.container in _CONTAINER_KINDS[1:]) != (site.image is not None):
         raise ValueError(
-            f"{path}: image: containers of pyxis and apptainer need one, and nothing else takes one; container is "
+            f"{path}: image is required with container pyxis or apptainer, and refused otherwise; container is "
             f"{site.container}"
         )
     if site.template is not None:

@@ -29,8 +29,8 @@ The job's script is RUN/slurm/job.sbatch, which can be edited and submitted by h
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Submit a run to Slurm: saved and queued again before its time limit, until it is finished or its budget is "
-        "spent."
+        "Submit a run to Slurm. Before the time limit a job saves the run and is queued again, until the run is "
+        "finished or the budget is spent."
     )
     parser.epilog = EPILOG
     selection = parser.add_argument_group("what")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="key.path=value",
-        help="settings that override the recipe's; overlay=FILE: those of a file",
+        help="settings that override the recipe's; overlay=FILE takes the settings of a file",
     )
     selection.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
     selection.add_argument(
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds-left",
         type=Path,
         metavar="RECIPE",
-        help="how long --gpu-hours still pays for its run; asked by the run's job",
+        help="print for how many seconds --gpu-hours still pays for the run; the job script calls this",
     )
     _add_job_arguments(parser.add_argument_group("job"))
 
@@ -64,15 +64,15 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--partition", metavar="P", help="partition")
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
-    of_node = "one for each rank and engine device on one node, on several all that it has"
+    of_node = "on one node a GPU for each rank and engine device, on several nodes all GPUs"
     for names, text in (
         (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
-        (("--slots",), "with several nodes, on CPUs: ranks and engine devices of a node"),
+        (("--slots",), "with several nodes without GPUs: number of ranks and engine devices of a node"),
         (("--cpus",), "CPUs of a node (default: the GPUs' share of the node)"),
     ):
         job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
-        "--gpu-hours", type=float, metavar="H", help="budget: device-hours of all attempts together, by the ledger"
+        "--gpu-hours", type=float, metavar="H", help="budget of all attempts in device-hours, by the run's ledger"
     )
     job.add_argument("--site", type=Path, metavar="FILE", help="site file (YAML): account, modules, container, ...")
     job.add_argument(
@@ -85,7 +85,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how often a job is queued again before its time limit (default: %(default)s)",
     )
-    job.add_argument("--chain", action="store_true", help="submit N further jobs instead, each after the one before")
+    job.add_argument("--chain", action="store_true", help="submit N (--max-requeues) further jobs, one after another")
     job.add_argument(
         "--max-failures",
         type=int,
@@ -98,7 +98,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="with several nodes: one that has not passed its check after S s is excluded (default: %(default)g)",
+        help="with several nodes: exclude a node that has not reported its check after S s (default: %(default)g)",
     )
     job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
     job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
@@ -144,7 +144,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     recipes, duplicates = recipes_of(
         source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds
     )
-    yield from (f"{name}: the same recipe as {earlier} here; left out" for name, earlier in duplicates.items())
+    yield from (f"{name} is left out: here the recipe is equal to {earlier}" for name, earlier in duplicates.items())
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
@@ -156,7 +156,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     from megatron_scalerl.cluster.allocation import Request
 
     if (arguments.recipe is None) == (arguments.array is None):
-        raise ValueError("give one of RECIPE, --array FOLDER and --status RUN")
+        raise ValueError("give exactly one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--{key} is missing; every job needs a partition and a time limit")

@@ -19,7 +19,7 @@ from megatron_scalerl.record import record
 ROLES = ("setup", "preflight", "controller")
 """Programs that an attempt starts, in this order; each program leaves ROLE.exit and ROLE.log."""
 FIRST_NODE = "first-node.log"
-"""File in the folder of an attempt, in which other nodes note that the first node was lost."""
+"""File in an attempt's folder. Another node writes a line there if the first node was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
@@ -35,7 +35,7 @@ class LedgerTotal:
 
 
 def ledger_total(run: Path) -> LedgerTotal:
-    """The charges of a run so far; 0 before its first start."""
+    """The device-hours that the run's ledger has charged so far; 0 before the first start."""
     header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
     hours = sum(row["hours"] for row in rows if "role" in row)
     if rows and "heartbeat" in rows[-1]:
@@ -61,7 +61,7 @@ def status(run_dir: Path) -> Iterator[str]:
         jobs = jobs_of(run, cluster.queued())
         yield from _job_lines(run, newest, jobs)
     else:
-        yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
+        yield "sbatch is not on the path: the job's state is unknown, and the next lines are from the run's folder"
     if not jobs:
         yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
     for attempt in attempts(run):
@@ -86,7 +86,7 @@ def attempts(run: Path) -> list[Path]:
 
 
 def unfit_nodes(attempt: Path) -> dict[str, str]:
-    """Node that the attempt's check excluded as unfit -> reason."""
+    """Unfit node, excluded by the attempt's check -> reason."""
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 
@@ -102,7 +102,7 @@ def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> It
         state = cluster.last_state(job) or "no longer known to Slurm"
         yield f"job {job}: {state}, {_requeues(run, newest)}"
     elif not jobs:
-        yield "no job: the script was written and not submitted"
+        yield "no job: the script was written, but not submitted"
 
 
 def _requeues(run: Path, newest: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Submits runs: checks, which raise ValueError with one line, the job script in the run's folder, sbatch."""
+"""Submits runs to Slurm: checks recipes and options, writes the job script to the run's folder and calls sbatch.
+
+A failed check raises ValueError with a message of one line.
+"""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ STARTUP_S = 600.0
 SAVE_S = 300.0
 """Assumed seconds of a step and a checkpoint, for a run without a record of a save."""
 _RECENT = 100
-"""Number of latest steps among which the slowest step counts."""
+"""Number of latest steps. The slowest of the steps is the estimate for the step before a save."""
 JOBS = "jobs.jsonl"
 """File in RUN/slurm: one line per submission with the ids of the jobs."""
 
@@ -41,7 +44,7 @@ def recipes_of(
     if not array:
         return [load_recipe(source, overrides)], {}
     if not Path(source).is_dir():
-        raise ValueError(f"{source}: is not a folder with recipes (*.yaml)")
+        raise ValueError(f"--array: {source} is not a folder; give a folder of recipes (*.yaml)")
     recipes = []
     folders: dict[Path, Path] = {}
     items = listed([source])
@@ -57,14 +60,15 @@ def recipes_of(
             earlier_file = folders.setdefault(recipe.run_dir.absolute(), item.file)
             if earlier_file != item.file:
                 raise ValueError(
-                    f"{item.file}: has the same run folder as {earlier_file} ({recipe.run_dir}); give it another name"
+                    f"{item.file}: the run folder {recipe.run_dir} is also that of {earlier_file}; change name"
                 )
         recipes += variants
     return recipes, duplicates
 
 
 def array_name(folder: str, base: str | None) -> str:
-    """Name of the array of a folder's recipes; two bases have different names."""
+    """Name of the job array of a folder's recipes. The base is part of the name, so two bases have different
+    arrays."""
     name = Path(folder).resolve().name
     return name if base is None else f"{name}_{Path(base).stem}"
 
@@ -108,14 +112,14 @@ def submit(
     else:
         nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
         yield (
-            f"not checked, since {obstacle}: that {partition.name} exists, with nodes of {nodes} "
-            "(assumed), its time limit, that Slurm accepts the job, and that the run has no other one"
+            f"not checked, since {obstacle}: whether partition {partition.name} has nodes of {nodes} (assumed) "
+            "and allows the time limit, whether Slurm accepts the job, and whether the run already has a job"
         )
     if dry_run:
         yield "dry run: nothing is submitted"
         return
     jobs = _submit(plan)
-    yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
+    yield f"submitted: job {', '.join(jobs)}; the run is asked to save {plan.lead_s} s before the time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
 
@@ -139,7 +143,7 @@ def _resolved(
             # a dry run writes the script even on a machine without the policy and the prompts
             if has_slurm:
                 raise
-            checks = f"not finished here: {error}"
+            checks = f"not finished on this machine: {error}"
         resolved.append(resolved_recipe)
     return resolved, [f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
@@ -153,7 +157,7 @@ def _plan(
 ) -> JobPlan:
     runs = tuple(recipe.run_dir.absolute() for recipe in recipes)
     if request.nodes > 1 and any(recipe.engine.colocate for recipe in recipes):
-        raise ValueError(f"--nodes: {request.nodes} is too many: engine.colocate runs on one node")
+        raise ValueError(f"--nodes: {request.nodes} is too many: a run with engine.colocate takes one node")
     times = [times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
     for times_of_run in times:
         check_time(request.time, partition, times_of_run)
@@ -174,7 +178,10 @@ def _plan(
 
 
 def _submit(plan: JobPlan) -> list[str]:
-    """Submit the job, or all jobs of a chain; the jobs are recorded, or canceled after a failure."""
+    """Submit the job, or all jobs of a chain, and return the ids.
+
+    The ids are recorded in the folder of each run. After a failure all submitted jobs are canceled.
+    """
     request = plan.request
     jobs = []
     try:
@@ -227,13 +234,13 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
 
 
 def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
-    """The partition of this name; for several names with commas, the minimum over the partitions.
+    """The partition called `names`; for several names with commas, the minimum over the partitions.
 
-    Raises ValueError.
+    Raises ValueError for an unknown name.
     """
     for name in names.split(","):
         if not partitions:
-            raise ValueError(f"--partition: there is no partition {name}; this cluster has none")
+            raise ValueError(f"--partition: there is no partition {name}; Slurm lists no partitions at all")
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
             raise ValueError(f"--partition: {text}")
@@ -241,7 +248,7 @@ def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partitio
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:
-    """Raise ValueError for a time limit that is too short to start and save, or beyond the partition's."""
+    """Raise ValueError for a time limit that is too short to start and save, or longer than the partition's limit."""
     seconds = seconds_of(limit)
     shortest = times.startup_s + times.lead_s
     if seconds < shortest:
@@ -273,9 +280,10 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
     """Raise ValueError for a run with a queued or running job.
 
-    jobs: None in a dry run where Slurm is absent or fails: a run with any recorded job is refused then.
+    jobs: this user's jobs. None in a dry run where Slurm is absent or fails; a run with any recorded job is refused
+    then.
     """
     if jobs is None and job_ids(run):
-        raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
+        raise ValueError(f"{run}: a submitted job may still use this script; use a login node, or rename the run")
     for job in jobs_of(run, jobs or ()):
-        raise ValueError(f"{run}: has job {job.job_id} already, {job.state}; scancel {job.job_id} ends it")
+        raise ValueError(f"{run}: the run has job {job.job_id} already, {job.state}; cancel by scancel {job.job_id}")

@@ -15,37 +15,37 @@ EPILOG = """examples:
   megatron-scalerl engine --join runs/my_run              until the run ends, or SIGTERM
   megatron-scalerl engine --join runs/my_run --devices 2  with the first two GPUs that are visible
 
-RUN is a folder that this host and the controller's host see. The engine serves once it has the current weights. When
-it is evicted, or the controller ends, it is started again after a delay. This ends when the run is finished, or when
-the engine has not been in the run for --wait-minutes (exit code 1)."""
+RUN is a folder that this host and the controller's host see. The engine serves once it has the current weights. An
+engine that is evicted, or whose controller ends, is started again after a delay. The command ends when the run is
+finished, or with exit code 1 when the engine has not been in the run for --wait-minutes."""
 
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
-"""The program of one start of the engine."""
+"""Command that starts the engine's agent, which starts the engine once and ends with the engine."""
 ATTEMPTS = "attempts.jsonl"
 """File with a run's attempts. The name is written here again, since `controller.run_folder` imports torch, and this
 process has to stay small next to an engine."""
 END = "end.json"
-"""File of a run with the ends of attempts."""
+"""File of a run that says how the latest finished attempt ended."""
 FIRST_DELAY_S = 1.0
 """Delay before the first restart in a row; every further restart doubles the delay (seconds)."""
 LONGEST_DELAY_S = 60.0
 """Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""Time after which a failure of the engine counts as the first in a row (seconds)."""
+"""An agent that lived longer than this (seconds) resets the delay: the next failure counts as the first in a row."""
 EXIT_GIVEN_UP = 1
 """Exit code if the engine was not in the run for --wait-minutes."""
 
 _STOP_S = 30.0
-"""Seconds for the agent to end the server after SIGTERM."""
+"""Seconds that the agent has to end the server after SIGTERM; then the agent is killed."""
 _HOST_CHARACTERS = 48
 """Most characters of the host's name in an engine's name."""
 _ENDS = {
-    0: "the controller let it stop",
-    1: "its server ended",
-    3: "the controller is gone",
-    4: "no controller accepted it",
+    0: "the controller stopped the engine",
+    1: "the engine's server ended",
+    3: "the controller disconnected",
+    4: "no controller accepted the engine",
 }
-"""Exit code of the agent -> meaning."""
+"""Exit code of the agent -> reason why the agent ended."""
 _TAKEN_IN = (0, 3)
 """Exit codes of an agent whose engine was in the run."""
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="M",
-        help="minutes without being in the run after which to give up (default: %(default)g)",
+        help="give up after M minutes in which the engine was not in the run (default: %(default)g)",
     )
 
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"{name}: stopped by a signal")
         return stopped.exit_code
     if last:
-        console.print(f"{name}: it has not been in the run {folder} for {arguments.wait_minutes:g} minutes: {last}")
+        console.print(f"{name}: gave up after {arguments.wait_minutes:g} minutes outside of the run {folder}: {last}")
         return EXIT_GIVEN_UP
     console.print(f"{name}: the run is finished")
     return 0
@@ -113,7 +113,8 @@ def engine_name() -> str:
 
 
 def has_ended(folder: Path) -> bool:
-    """True if the newest attempt finished the run. An earlier attempt's end does not count: the run was extended."""
+    """True if the newest attempt finished the run. A run that an earlier attempt finished was extended and goes
+    on."""
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
@@ -122,9 +123,9 @@ def has_ended(folder: Path) -> bool:
 
 
 async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> str:
-    """Start a new agent after the end of every agent, until the run has ended; returns an empty text then.
+    """Start a new agent whenever an agent has ended, until the run has ended; returns an empty text then.
 
-    After `wait_s` outside of the run the result is a text on the end of the last agent.
+    If the engine was outside of the run for `wait_s` seconds, returns the reason why the last agent ended.
     """
     from megatron_scalerl.launch.control_folder import read_controller
     from megatron_scalerl.processes.child_process import ChildProcess
@@ -156,6 +157,6 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
         failures += 1
         # the exponent is bounded, since 2 ** 1024 does not fit in a float
         delay = min(FIRST_DELAY_S * 2 ** min(failures - 1, 10), LONGEST_DELAY_S)
-        console.print(f"{name}: {end_text}; next look at the run in {delay:g} s")
+        console.print(f"{name}: {end_text}; the next attempt to join is in {delay:g} s")
         await asyncio.sleep(delay)
     return end_text

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.01,
         metavar="X",
-        help="gain in pass rate (0 to 1) below which more thinking does not pay (default: 0.01)",
+        help="least gain in pass rate (0 to 1) for which a larger budget pays (default: 0.01)",
     )
     parser.add_argument("--recipe", metavar="FILE", help="recipe of the training, for example RUN/recipe.yaml")
     parser.add_argument(
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         keys = evaluated.keys(k)
         missing_count = len(result.missing(keys))
         if missing_count < len(keys):
-            console.print(f"{len(keys) - missing_count} of {len(keys)} completions are there")
+            console.print(f"{len(keys) - missing_count} of {len(keys)} completions are done already")
         if missing_count:
             console.print("starting the engines")
 
@@ -181,7 +181,7 @@ def _report(
             score = f"mean@{last.k}"
             if last.budget is not None:
                 score += f" at a budget of {last.budget:,}"
-            console.print(f"{score} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}")
+            console.print(f"{score} of the {last.clean.prompts} uncontaminated problems: {last.clean}")
     for name, contaminated in contaminations.items():
         console.print(f"{printable(name)}: {contaminated.line()}")
     saturations = {}
@@ -197,7 +197,7 @@ def _report(
 
 
 def _print_examples(count: int, evaluated: EvaluationInputs, result: ResultFile, console: Console) -> None:
-    """Print completions of the first problems of each file. The policy wrote the text: no markup is interpreted."""
+    """Print `count` completions of each file. Markup in the policy's text is printed, not interpreted."""
     from rich.text import Text
 
     from megatron_scalerl.processes.logs import printable

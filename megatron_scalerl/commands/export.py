@@ -41,8 +41,8 @@ def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Write the policy of a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load; "
-        "of a run with policy.lora its adapters as a PEFT folder."
+        "Write the policy of a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load. "
+        "For a run with policy.lora, write the adapters as a PEFT folder."
     )
     parser.epilog = "example:\n  megatron-scalerl export runs/my_run --out models/trained"
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")

@@ -27,50 +27,51 @@ EPILOG = """examples:
   megatron-scalerl init --policy models/my_policy --data data/math.jsonl --gpus 8
   megatron-scalerl init --policy Qwen/Qwen3-8B --data data/dapo --gpus 8 prompts.split=train steps=400
 
-Settings that are given are written as they are; the others are chosen, and the reason stands next to each."""
+Given settings are written unchanged. All other settings are chosen, with the reason in a comment on the line."""
 
 Choices = dict[str, tuple[Any, str]]
 """Key of the recipe, at most two names -> (value, reason for the value)."""
 STEPS = 200
-"""Steps of the run."""
+"""Number of steps of the run, unless the user gives a number."""
 FIRST_STEPS = 20
-"""Steps of a first look at the run."""
+"""Number of steps of a first look at the run (`train steps=20`)."""
 SHORTEST = 16
 """Shortest completion for which a policy has to have room (tokens)."""
 CPU_LENGTHS = (64, 256)
 """Range of the longest completion if CPUs generate (tokens)."""
 CPU_FLOPS = 3e12
-"""FLOPs of a step on CPUs, half a minute of one core, from which the longest completion follows."""
+"""FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen for this number."""
 SMALL = 1e9
-"""Parameters below which a policy is small."""
+"""Number of parameters below which a policy is small, and a chat policy is sampled at a lower temperature."""
 CPU_BATCH = 8
 """Prompts of a step, and completions of each prompt, if CPUs generate."""
 FEWEST_HELD_OUT = 4
-"""Fewest prompts that are held out, if the file has enough."""
+"""Least number of held-out prompts, if the file has enough prompts."""
 VALIDATED = 120
-"""Completions of a validation."""
+"""Number of completions of a validation, over all prompts."""
 VALIDATIONS = 25
 """Validations of a run after step 0: a forecast from the first half uses twelve, as in the quickstart."""
 SAVES = 10
-"""Checkpoints of a run."""
+"""Number of checkpoints that a run writes."""
 PAPER_PARAMETERS = 8.03e9
 """Parameters of the paper's dense policy."""
 STATE_BYTES = 12
 """Bytes of a checkpoint for each parameter that is trained: fp32 weights and Adam's moments."""
 DOUBTS = {
-    "prompts.chat_template": "in place of false, if the policy was tuned on conversations in this template",
-    "prompts.think_start": "in place of none, if the policy was taught to think in these tags",
+    "prompts.chat_template": "use instead if the policy was tuned on conversations in this template",
+    "prompts.think_start": "use instead if the policy was trained to think in these tags",
     "prompts.think_end": "",
     "interruption.enabled": "with these tags",
 }
-"""Key of a line that is written as a comment -> condition under which the line is right."""
+"""Key of a setting that is also written with another value, as a comment -> condition under which to use the
+value."""
 DOUBT_TOKENS = 32
-"""Room in a prompt for a template or tags that may have to be added."""
+"""Tokens that prompts.max_prompt_tokens leaves for a template or tags that the user may add (DOUBTS)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Write a recipe for a policy and a file of prompts, and say why each line is as it is."
+    parser.description = "Write a recipe for a policy and a file of prompts, with the reason for each setting."
     parser.epilog = EPILOG
     parser.add_argument("--policy", required=True, metavar="NAME", help="Hugging Face folder, or its name on the hub")
     parser.add_argument(
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if gpus is None:
         gpus = len(visible_gpus())
     if gpus < 0:
-        raise ValueError(f"--gpus: {gpus} is no number of GPUs; 0 stands for CPUs")
+        raise ValueError(f"--gpus: {gpus} is not a number of GPUs; use 0 for a run on CPUs")
     choices, doubts, cost = _choose(arguments, gpus)
     recipe = _recipe(choices)
     check_settings(recipe)
@@ -138,8 +139,8 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
-        "output_dir": ("runs", "the run's folder is within it"),
+        "steps": (STEPS, f"enough for a first run; {FIRST_STEPS} are enough for a first look"),
+        "output_dir": ("runs", "folder that will contain the run's folder"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),
         "prompts.path": (arguments.data, ""),
@@ -207,7 +208,7 @@ def _with_overrides(choices: Choices, overrides: Sequence[str]) -> Choices:
 
 
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:
-    """(settled recipe with the first verifier that can use the references, chat, all prompts for training).
+    """(recipe with the first verifier that can use the file's references, chat format, all prompts for training).
 
     Raises ValueError with the reason of each verifier if no verifier can use the references.
     """
@@ -248,7 +249,7 @@ def _prompt_choices(
     longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
-        raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
+        raise ValueError(f"{recipe.prompts.path}: {usable} usable prompts are too few to train and to validate on")
     held_out = _held_out(usable, int(defaults.held_out))
     validated = min(held_out, VALIDATED)
     generations = -(-VALIDATED // validated)
@@ -257,7 +258,7 @@ def _prompt_choices(
     if room < SHORTEST:
         raise ValueError(
             f"policy.path: {positions} positions leave {max(0, room)} tokens for a completion, after prompts of "
-            f"{longest} and {forced} forced ones; take a policy with a longer context"
+            f"{longest} and {forced} forced tokens; take a policy with a longer context"
         )
     longest_completion = recipe.max_completion_tokens
     reason = "as in the paper"
@@ -268,10 +269,10 @@ def _prompt_choices(
         shortest, longest_completion = CPU_LENGTHS
         affordable = int(CPU_FLOPS / (6 * parameters * batch * group)) - longest
         longest_completion = max(shortest, min(longest_completion, affordable))
-        reason = "since CPUs are slow: a step takes longer in proportion"
+        reason = "few, since the time of a step on CPUs grows with the tokens"
     completion = min(longest_completion, room)
     if completion < longest_completion:
-        reason = f"what {positions:,} positions leave"
+        reason = f"as many as {positions:,} positions allow after the prompt"
     reason = f"{completion:,} tokens with the answer, {reason}"
     budget = lengths_of(completion)
     template_reason, _, tag_reason = chat.why.rpartition("; ")
@@ -280,16 +281,16 @@ def _prompt_choices(
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, tag_reason),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
-        "prompts.held_out": (held_out, "validations use them, training the others"),
-        "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
+        "prompts.held_out": (held_out, "prompts for validation alone; training uses the rest"),
+        "interruption.enabled": (recipe.interruption.enabled, "true if a tag closes the thinking"),
         "interruption.thinking_tokens": (budget["thinking_tokens"], reason),
         "interruption.answer_tokens": (budget["answer_tokens"], "a seventh of the completion"),
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
-        "rollouts.group_size": (group, "completions of each"),
-        "rewards.verifier": (recipe.rewards.verifier, "it can use the references of the file"),
-        "validation.prompts": (validated, "of those held out"),
-        "validation.generations": (generations, f"completions of each: {validated * generations} tell +-0.09 (95 %)"),
-        "validation.end_generations": (4 * generations, "at step 0 and at the end, whose difference is the gain"),
+        "rollouts.group_size": (group, "completions of each prompt"),
+        "rewards.verifier": (recipe.rewards.verifier, "the first verifier that can use the file's references"),
+        "validation.prompts": (validated, "held-out prompts of a validation"),
+        "validation.generations": (generations, f"completions of each: {validated * generations} give +-0.09 (95 %)"),
+        "validation.end_generations": (4 * generations, "at step 0 and at the end, since the gain is the difference"),
     }
 
 
@@ -300,7 +301,7 @@ def _held_out(usable: int, limit: int) -> int:
 
 
 def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, gpus: int) -> Choices:
-    """The choices that depend on the number of steps and the devices, and on the policy's parameters.
+    """The choices that depend on the number of steps, on GPUs or CPUs, and on the number of parameters.
 
     trained_parameters: number of parameters that are trained.
     """
@@ -317,15 +318,15 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
     validation_interval = max(1, recipe.steps // VALIDATIONS)
     checkpoint_interval = max(1, recipe.steps // SAVES)
     temperature = recipe.rollouts.temperature
-    temperature_reason = "the policy as it is"
+    temperature_reason = "sample from the policy's own distribution"
     if recipe.prompts.chat_template and parameters < SMALL:
         temperature = 0.7
-        temperature_reason = "small policies that were tuned on conversations ramble at 1"
+        temperature_reason = "small chat policies write incoherent text at 1"
     staleness = recipe.rollouts.max_staleness_steps
     staleness_reason = "PipelineRL-8, as in the paper"
     if not gpus:
         staleness = 1
-        staleness_reason = "engines on CPUs outrun the trainer, and completions would be as old as this allows"
+        staleness_reason = "on CPUs the engines are ahead of the trainer, so completions reach this limit"
     bytes_each = size(STATE_BYTES * trained_parameters)
     return {
         "rollouts.max_staleness_steps": (staleness, staleness_reason),
@@ -339,7 +340,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         "forecast.fit_from_steps": (validation_interval, "the first validation after step 0"),
         "checkpoint.every_steps": (
             checkpoint_interval,
-            f"a crash repeats at most these; the newest 2 stay, {bytes_each} each",
+            f"a crash loses at most so many steps; 2 checkpoints are kept, {bytes_each} each",
         ),
     }
 
@@ -368,7 +369,8 @@ def _recipe(choices: Choices) -> Recipe:
 
 
 def _text(choices: Choices, doubts: Mapping[str, Any]) -> str:
-    """The text of the recipe: a line for each choice with the reason, and a commented line for each doubt."""
+    """The recipe as YAML: a line with reason for each choice, and a commented line for each alternative in
+    `doubts`."""
     sections: dict[str, list[str]] = {}
     for key, (value, reason) in choices.items():
         section, _, name = key.partition(".")

@@ -27,7 +27,7 @@ EPILOG = """examples:
 A bar separates two tokens; special tokens are bold, and tokens without a loss are in brackets. `train` makes the same
 checks."""
 WRONG = "\\boxed{-918273645}"
-"""An answer that no problem has."""
+"""A wrong answer to every problem: no reference is this number."""
 WIDTH = 200
 """Most characters of a text that are printed."""
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Show the prompts of a recipe as the policy gets them, the rows that are skipped, and how the verifier "
-        "scores a right and a wrong answer; with an environment an episode instead."
+        "scores a right and a wrong answer. With an environment, show an episode instead."
     )
     parser.epilog = EPILOG
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--response",
         action="append",
         metavar="TEXT",
-        help="answer of the policy, after thinking, in a turn of the episode; repeat it (default: the reference)",
+        help="the policy's answer in a turn of the episode; repeat for further turns (default: the reference)",
     )
     add_recipe(parser)
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for task, report in zip(tasks_of(recipe), prompts.reports):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
         if recipe.validation.every_steps and report.held_out < number:
-            console.print(f"{task.key}: validation.prompts is {number}, and {report.held_out} prompts are held out")
+            console.print(f"{task.key}: validation.prompts is {number}, but {report.held_out} prompts are held out")
         if task.episodes:
             asyncio.run(_show_episode(task.recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _is_list(reference: str) -> bool:
-    """Whether math-verify reads a list without brackets."""
+    """Whether math-verify reads the reference as a list without brackets, which is right in any order."""
     from megatron_scalerl.rewards.math import last_box
     from megatron_scalerl.rewards.math_compare import read
     from megatron_scalerl.rewards.math_text import whole_answer
@@ -111,7 +111,7 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         f"{task.prompts.max_prompt_tokens} allowed",
     )
     if task.rewards.verifier == "math" and (lists := sum(_is_list(prompt.answer) for prompt in prompts)):
-        console.print(f"{task.key}: {lists} references are lists, paid in any order; (1, 2) keeps the order")
+        console.print(f"{task.key}: {lists} references are lists, right in any order; (1, 2) fixes the order")
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
     # all checks share one event loop, since a judge may keep a session
     runner = asyncio.Runner()
@@ -150,7 +150,7 @@ async def _show_episode(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """Print an episode with these responses. Raises EnvironmentFailed."""
+    """Print an episode of the environment in which the policy gives `responses`. Raises EnvironmentFailed."""
     from megatron_scalerl.environments.pool import EnvironmentPool
     from megatron_scalerl.environments.response import Response
     from megatron_scalerl.prompts.turns import PastTurn
@@ -161,9 +161,7 @@ async def _show_episode(
     with tempfile.TemporaryDirectory() as logs:
         async with EnvironmentPool(section, logs=Path(logs)) as pool, pool.episode(prompt.row) as episode:
             if pool.agent:
-                console.print(
-                    "no episode is shown: the agent of environment.name would need a policy that answers it"
-                )
+                console.print("no episode is shown: environment.name is an agent, which needs a policy that answers")
                 return
             renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer, pool.tools))
             messages = [await episode.reset()]
@@ -190,7 +188,7 @@ def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
     completions = [completion for _, completion in examples.samples]
     sample = min(completions, key=lambda completion: all(completion.loss_mask))
     masked = f"{sample.loss_mask.count(False)} of {len(sample.token_ids)} tokens without loss"
-    title = f"warm start: {len(completions)} examples; a completion, {masked}"
+    title = f"warm start: {len(completions)} examples; completion of an example, {masked}"
     _show(title, tokenizer, sample.token_ids, console, sample.loss_mask)
 
 

@@ -12,8 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Report what a run gained on its held-out prompts, what it cost by role, and how the forecast from its first "
         "part compares with its last part. Writes RUN/forecast.png. With --html it writes the page of the run "
-        "instead: one file that needs no network; of a folder of runs, the list of them. "
-        "`megatron-scalerl watch RUN` shows the same with all completions."
+        "instead, a file that needs no network, or for a folder of runs a page that lists the runs. "
+        "`megatron-scalerl watch RUN` shows the same page with all completions."
     )
     parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
     parser.add_argument(
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     if arguments.html is None:
         if arguments.group:
-            raise ValueError("--group names a group of the page; add --html FILE")
+            raise ValueError("--group chooses completions for the page; add --html FILE")
         from megatron_scalerl.page.report import report
 
         report(arguments.run_dir, console)
@@ -65,6 +65,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
     line = f"page: {arguments.html}, with {groups} groups"
     if left_out:
-        line += f", {left_out} left out: no longer stored, unreadable, or no room in the file"
+        line += f", {left_out} groups left out: no longer stored, unreadable, or too large for the page"
     console.print(line)
     return 0

@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     recipe = recipe_of(arguments)
     if recipe.policy.adapter is not None:
         raise ValueError(
-            "policy.adapter: a warm start trains the weights of policy.path without it; merge the adapter into them "
-            "with PEFT, or leave it out with policy.adapter=null"
+            "policy.adapter: a warm start would train policy.path without the adapter; merge the adapter into the "
+            "policy with PEFT, or set policy.adapter=null"
         )
     from megatron_scalerl.plan.settings import check_settings  # this module imports torch
     from megatron_scalerl.trainer.sft import run_sft

@@ -19,7 +19,7 @@ EPILOG = """examples:
   megatron-scalerl show runs/my_run --step 12              of the first group that was trained in step 12
   megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
   megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
-  megatron-scalerl show runs/my_run --unconfirmed          the newest that is paid and not confirmed
+  megatron-scalerl show runs/my_run --unconfirmed          the newest that the second judge does not confirm
 
 In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over. An
 episode's environment wrote what is in ⟪ ⟫."""
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
     only.add_argument(
-        "--unconfirmed", action="store_true", help="only completions that are paid and that validation.audit denies"
+        "--unconfirmed", action="store_true", help="only correct completions that the judge validation.audit denies"
     )
     parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
-    """Index of the requested completion; without an index, of the first completion that `only` admits.
+    """Index of the requested completion; if `index` is None, of the first completion that `only` admits.
 
     Raises ValueError for an index beyond the group.
     """
@@ -74,10 +74,10 @@ def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
 
 
 def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: str = "") -> dict[str, Any]:
-    """The group of this id, or of this step by the journal; the newest group if neither id nor step is given.
+    """The finished group `group_id`, or the first group that optimizer step `step` trained; by default the newest.
 
-    only: "interrupted" or "unconfirmed": groups with such a completion (`ListedGroup`).
-    Raises ValueError if the run has no such finished group.
+    only: "interrupted" or "unconfirmed", for a group with an interrupted or an unconfirmed completion.
+    Raises ValueError if no finished group matches.
     """
     trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
     chosen: ListedGroup | None = None
@@ -119,7 +119,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     right = sum(score["correct"] for score in scores)
     verdict = score["reason"] or {True: "right", False: "wrong"}[score["correct"]]
     if score.get("confirmed") is False:
-        verdict = "paid, and not confirmed by the second judge"
+        verdict = "correct, but not confirmed by the second judge"
     lines = {
         "group": f"{group_text}, pass rate {right}/{len(scores)}",
         "completion": f"{index} of {len(rollouts)}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
@@ -140,7 +140,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
 
 
 def describe_thinking(rollout: dict[str, Any]) -> str:
-    """A line on interruption point, interruption and truncation."""
+    """A line that says after how many tokens thinking is cut, and whether thinking was cut and the text truncated."""
     cut = f"limited to {rollout['thinking_cut']} tokens"
     interrupted = "not interrupted"
     if rollout["interrupted"]:
@@ -164,7 +164,7 @@ def describe_versions(versions: Sequence[int]) -> str:
 
 
 def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
-    """The completion, decoded span by span, since one token may be a part of a character."""
+    """The completion with marks, decoded span by span, since a token may be a part of a character."""
     text = Text()
     last_version = None
     last_part = 0

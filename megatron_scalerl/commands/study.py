@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_scalerl.recipe import Recipe
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl", "train")
-"""The program that makes a run."""
+"""The command that makes a run; the recipe's file is appended."""
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
 """Keys, or beginnings of keys, of the settings that all recipes of a study share."""
 EPILOG = """examples:
@@ -32,8 +32,8 @@ folder has comparison.json, study.html, and the figure curves.png. docs/ablation
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Run recipes with several seeds each, one run after another, and compare the recipes: which of them move the "
-        "ceiling or the efficiency, and which differences are not shown."
+        "Run recipes with several seeds each, one run after another, and compare the recipes: which recipes change "
+        "the ceiling or the efficiency of the fitted curve, and which differences the runs do not show."
     )
     parser.epilog = EPILOG
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe, overlay, or a folder of them")
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[RECIPE=]NAME",
-        help="recipe that the others, or RECIPE alone, are compared with (default: the first); may be repeated",
+        help="NAME: recipe with which all recipes, or RECIPE alone, are compared (default: the first); repeatable",
     )
     parser.add_argument(
         "--per-step",
         action="store_true",
-        help="compare by optimizer steps, not by device-hours, which other work on the machine changes",
+        help="compare by optimizer steps; device-hours also depend on other work on the machine",
     )
     parser.add_argument(
         "--target", type=float, metavar="X", help="compare the compute at which recipes reach this pass rate (0 to 1)"
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         ends = read_jsonl(recipe.run_dir / END)
         code = int(any(end.get("gave_up") for end in ends))
         if not ends:
-            console.print(f"{recipe.name}: starts or goes on")
+            console.print(f"{recipe.name}: starts or resumes")
             code = supervise([*PROGRAM, str(files[recipe.name])], recipe.run_dir, restarts=0)
         if code == SAVED_CODE or code - 128 in SIGNALS:
             return code
@@ -109,8 +109,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"not compared: {error}")
     if failed:
         raise RuntimeError(
-            f"{len(failed)} runs failed: {', '.join(map(str, failed))}; the same command goes on with runs that have "
-            "not given up"
+            f"{len(failed)} runs failed: {', '.join(map(str, failed))}; repeat the command to resume the runs that "
+            "have not given up"
         )
     return 0
 
@@ -192,7 +192,7 @@ def _check(recipes: Sequence[Recipe]) -> None:
         for key, was, now in differing(first, settings):
             if key.startswith(SHARED):
                 raise ValueError(
-                    f"{recipe.name}: {key}: {now!r} is not that of {recipes[0].name}, {was!r}; the recipes of a "
+                    f"{recipe.name}: {key} is {now!r}, but {was!r} in {recipes[0].name}; the recipes of a "
                     "study share policy, prompts and validation"
                 )
         old_settings = settings
@@ -201,6 +201,6 @@ def _check(recipes: Sequence[Recipe]) -> None:
         for key, was, now in differing(old_settings, settings):
             if key != "output_dir":
                 raise ValueError(
-                    f"{_file(recipe)}: {key}: {now!r} is not that of the run, {was!r}; take another --out, or move "
+                    f"{_file(recipe)}: {key} is {now!r}, but the run began with {was!r}; take another --out, or move "
                     "the run and this file away"
                 )

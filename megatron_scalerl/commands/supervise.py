@@ -56,10 +56,10 @@ dying engine still holds is a user error, too."""
 
 
 def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
-    """Run `command` until an end without restart; returns the child's exit code, 1 if another signal killed it.
+    """Run `command` and start the command again after failures; returns the exit code of the last child.
 
-    restarts: most restarts without a new checkpoint in between. The child gets SIGINT, SIGTERM and SIGUSR1, and then
-    is not started again. The result of a failure after SIGUSR1 is 75, since the run can go on from a checkpoint.
+    restarts: most restarts without a new checkpoint in between. SIGINT, SIGTERM and SIGUSR1 are passed on to the
+    child and end the restarts. The result is 1 if another signal killed the child, and 75 (resumable) after SIGUSR1.
     """
     stopped_by = []
     early_signals = []
@@ -106,7 +106,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
                 failures = 1
             codes.append(code)
             if objection := _restart_objection(run_dir, codes, failures, restarts):
-                logger.error("the run %s, %s: it is not started again", end_text, objection)
+                logger.error("the run %s and is not started again: %s", end_text, objection)
                 return code
             delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
             logger.warning("the run %s: restart %d of at most %d in %g s", end_text, failures, restarts, delay)
@@ -120,7 +120,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
 
 @contextlib.contextmanager
 def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context in which `on_signal` handles the signals of _HANDLED_SIGNALS."""
+    """Context in which `on_signal` handles SIGINT, SIGTERM and SIGUSR1; the earlier handlers are restored at the
+    end."""
     old_handlers = {number: signal.signal(number, on_signal) for number in _HANDLED_SIGNALS}
     try:
         yield
@@ -130,18 +131,22 @@ def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def _restart_objection(run_dir: Path, codes: Sequence[int], failures: int, restarts: int) -> str:
-    """The reason against a further start: no start can help after these exit codes, or `restarts` are used; or ""."""
+    """The reason why the run is not started again, or "" if a restart may help.
+
+    codes: exit codes of the run so far. failures: failures since the newest checkpoint.
+    """
     for kept_file in run_dir.rglob("*.kept"):
-        return f"and has left {kept_file}, which has to be renamed to {kept_file.stem}"
+        return f"a file was replaced during the run; rename {kept_file} to {kept_file.stem} first"
     if codes[-2:] == [2, 2]:
-        return "for a mistake in its settings, twice in a row"
+        return "the settings were refused twice in a row"
     if failures > restarts:
-        return f"{failures} times without a new checkpoint"
+        return f"{failures} failures without a new checkpoint"
     return ""
 
 
 def _ending(code: int) -> tuple[str, int]:
-    """(text on the end of the run, exit code of this process). code: negative for a run that a signal killed."""
+    """(text that says how the run ended, exit code of this process). code: minus a signal's number if a signal killed
+    the run."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}", 1
     return f"failed with exit code {code}", code
@@ -168,11 +173,11 @@ def _exit_code(code: int) -> int:
 
 
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
-    """Return after this time, or after the handler of the first signal of _HANDLED_SIGNALS.
+    """Wait for `seconds`, or until a signal of _HANDLED_SIGNALS has come and the handler has run.
 
-    A signal that came before the call ends the pause, too.
+    Returns at once if a signal came before the call (`stopped_by`).
     """
-    # blocked, so that no signal can come between the check and the wait
+    # the signals are blocked, so that no signal can come between the check and the wait
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     try:
         if stopped_by:

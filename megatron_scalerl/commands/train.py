@@ -26,7 +26,7 @@ without a checkpoint it begins anew."""
 
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
-"""The program that `--supervise` starts."""
+"""The program that `--supervise` starts as a child process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--run-on",
         metavar="COMMAND",
-        help="command that runs its last argument in a shell on {host} (default: ssh {host})",
+        help="command that runs a shell line, its last argument, on {host} (default: ssh {host})",
     )
     several.add_argument(
         "--address",
         metavar="ADDRESS",
-        help="address by which the other hosts reach this one (default: that of the route to them)",
+        help="address by which other hosts reach this host (default: found from the route to the hosts)",
     )
     add_recipe(parser)
 
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
-    """The options that are passed on to the supervised program."""
+    """The given options that `--supervise` passes on to the child process."""
     words = []
     if arguments.verbose:
         words.append("--verbose")

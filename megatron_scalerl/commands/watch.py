@@ -12,9 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Serve the page of a run on 127.0.0.1: learning curve and forecasts, steps, waits, cost, faults and every "
-        "completion in its store. Of a folder of runs: a list of all runs below it with state, step and last "
-        "validation, and the page of each. A page follows its run while it writes; the list is read anew when the "
-        "browser loads it. Nothing is written. Ctrl-C ends it."
+        "completion in its store. For a folder of runs, serve a list of all runs below the folder with state, step "
+        "and last validation, and the page of each run. A page follows a run that writes; the list is read again "
+        "when the browser loads the list. Nothing is written. Ctrl-C ends the command."
     )
     parser.epilog = "example:\n  megatron-scalerl watch runs/my_run"
     parser.add_argument("run_dir", type=Path, metavar="RUN", nargs="?", help="folder of the run, or folder of runs")

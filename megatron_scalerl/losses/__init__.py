@@ -45,7 +45,7 @@ def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], L
             if key not in names:
                 takes = ", ".join(names) or "no option"
                 raise ValueError(
-                    f"loss.{key} is {stated_options[key]}, but loss.name {name} takes {takes}; leave it out"
+                    f"loss.{key} is {stated_options[key]}, but loss.name {name} takes {takes}; leave loss.{key} out"
                 )
         signature.bind(None, **stated_options)
     # `signature` raises for an object that cannot be called, `bind` for a missing option without a default.

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def sequence_mean_log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
-    """For each position, the mean log ratio over the loss-mask tokens of its sequence; 0 off the loss mask."""
+    """[N] for each position, the mean of `log_ratios` over the loss-mask tokens of the position's sequence.
+
+    The value is 0 off the loss mask.
+    """
     token = log_ratio(inputs)
     # One slot for each position, the most sequences possible: to count the sequences, the host would wait for the
     # device.

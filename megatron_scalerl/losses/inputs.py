@@ -44,7 +44,7 @@ class LossInputs:
 
 @record
 class LossOutput:
-    """The value of a loss on one micro-batch."""
+    """The result of a loss on one micro-batch."""
 
     loss: Float[Tensor, ""]
     """With gradient: sum over the loss mask of token_weight x token loss."""

@@ -48,7 +48,7 @@ def test_a_sequence_with_one_loss_token_counts_whole_and_one_without_does_not():
 
 
 def test_a_sample_over_the_capacity_is_refused():
-    with pytest.raises(ValueError, match=r"trainer.micro_batch_tokens: 5 .* sample 1 of 6 tokens"):
+    with pytest.raises(ValueError, match=r"trainer.micro_batch_tokens is 5; sample 1 needs at least 6"):
         pack_all([sample((1,), tokens=(1, 2)), sample((1, 2, 3), tokens=(7, 8, 9))], micro_batch_tokens=5)
 
 
@@ -141,5 +141,5 @@ def test_a_micro_batch_is_not_padded_to_fewer_positions():
 
 
 def test_a_single_token_cannot_be_scored():
-    with pytest.raises(AssertionError, match="a single token has nothing that predicts it"):
+    with pytest.raises(AssertionError, match="no position predicts the first token"):
         scoring_micro_batches([(5, 6), (7,)], micro_batch_tokens=6, pad_multiple=1)

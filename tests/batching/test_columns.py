@@ -44,10 +44,10 @@ def test_bytes_that_are_no_columns_are_refused(cut):
     changed = data[: len(data) - cut] if cut > 0 else data + bytes(-cut)
     if len(changed) < start:
         changed = data[:start]
-    with pytest.raises(ValueError, match="are no columns of 3 tokens"):
+    with pytest.raises(ValueError, match="do not fit columns of 3 tokens"):
         read(changed)
     for count in (0, 1, 3, 255):
-        with pytest.raises(ValueError, match="are no columns"):
+        with pytest.raises(ValueError, match="do not fit columns"):
             read(data[:start] + bytes([count]) + data[start + 1 :])
 
 
@@ -60,7 +60,7 @@ def test_columns_and_advantages_of_tokens_stand_where_their_token_is_predicted()
     assert row.columns[:, 0].tolist() == [0, 1, 0, 3, 0, 0, 0, 0], "masked tokens and padding have 0"
     assert row.columns[:, 1].tolist() == [0, -1.5, 0, -0.25, 0, 0, 0, 0]
     assert row.advantages.tolist() == [0, 0.5, -9.0, 1.5, 0, 0, 0, 0]
-    with pytest.raises(ValueError, match="a completion has no column teacher"):
+    with pytest.raises(ValueError, match="a completion lacks column 'teacher"):
         build(step.ranks[0], [arrays_of(PLAIN)], pad_multiple=1, columns=("teacher",))
 
 

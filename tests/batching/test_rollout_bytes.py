@@ -129,11 +129,11 @@ def test_a_range_of_the_environment_takes_eight_bytes_more():
 @pytest.mark.parametrize(
     "ranges, said",
     [
-        ([[7, 8], [3, 5]], r"ranges have to ascend within 11 tokens, these are \[7, 8, 3, 5\]"),
-        ([[3, 4], [4, 5]], r"ranges have to ascend within 11 tokens, these are \[3, 4, 4, 5\]"),
-        ([[3, 3]], "ranges have to ascend"),
-        ([[3, 12]], "ranges have to ascend within 11 tokens"),
-        ([[2, 6]], r"the environment's ranges \[\[2, 6\]\] have tokens with loss"),
+        ([[7, 8], [3, 5]], r"the ranges \[7, 8, 3, 5\] do not ascend within 11 tokens"),
+        ([[3, 4], [4, 5]], r"the ranges \[3, 4, 4, 5\] do not ascend within 11 tokens"),
+        ([[3, 3]], r"the ranges \[3, 3\] do not ascend"),
+        ([[3, 12]], r"the ranges \[3, 12\] do not ascend within 11 tokens"),
+        ([[2, 6]], r"the loss mask has tokens that the environment wrote: \[\[2, 6\]\]"),
     ],
 )
 def test_ranges_of_the_environment_ascend_and_carry_no_loss(ranges, said):

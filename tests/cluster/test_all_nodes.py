@@ -31,8 +31,8 @@ def test_failed_checks_and_missing_reports_name_their_node():
 def test_the_few_that_differ_are_unfit():
     reports = {"a": report(driver="570"), "b": report(), "c": report(), "d": report(GPUs="none")}
     assert unfit_nodes(reports, {}) == {
-        "a": "driver: 570, where 3 of 4 nodes have driver: 580",
-        "d": "GPUs: none, where 3 of 4 nodes have GPUs: 8 x H100",
+        "a": "driver: 570, but 3 of 4 nodes have driver: 580",
+        "d": "GPUs: none, but 3 of 4 nodes have GPUs: 8 x H100",
     }
 
 
@@ -78,8 +78,8 @@ def test_every_node_is_asked_and_the_silent_ones_are_named(steps):
     found = examine_nodes(["a", "b", "seven", "fails", "half"], steps, ["recipe.yaml", "--gpus"], within_s=600.0)
     assert found == {
         "seven": "GPUs: 7",
-        "fails": "no report (exit code 2; 124: it took longer than 600 s): --json: no folder",
-        "half": "no report (exit code 0; 124: it took longer than 600 s): no output",
+        "fails": "no report (exit code 2; 124 means longer than 600 s): --json: no folder",
+        "half": "no report (exit code 0; 124 means longer than 600 s): no output",
     }
     assert {line.split("\t")[0] for line in (steps / "bad").read_text().splitlines()} == set(found)
 
@@ -87,7 +87,7 @@ def test_every_node_is_asked_and_the_silent_ones_are_named(steps):
 @pytest.mark.slow
 def test_a_node_that_hangs_is_given_up_and_where_all_are_unfit_none_is_to_be_excluded(steps):
     found = examine_nodes(["hangs"], steps, [], within_s=0.5)
-    assert found == {"hangs": "no report (exit code 124; 124: it took longer than 0.5 s): no output"}
+    assert found == {"hangs": "no report (exit code 124; 124 means longer than 0.5 s): no output"}
     assert not (steps / "bad").exists()
 
 
@@ -114,7 +114,7 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--hosts slurm", "--hosts and --reports need each other"),
+        ("--hosts slurm", "give --hosts and --reports together"),
         ("--hosts slurm --reports f", "--hosts slurm: this process is in no allocation"),
     ],
 )

@@ -55,12 +55,12 @@ def test_the_pinned_packages_pass():
         (machine({"vllm": "0.31.0"}), "13.0", "packages", "failed", "vllm 0.31.0 ("),
         (machine({"transformer-engine": "2.12"}), "13.0", "packages", "failed", "transformer-engine 2.12 ("),
         (LACKS_TE, "13.0", "packages", "failed", "transformer-engine is missing ("),
-        (machine(), "12.8", "CUDA", "failed", "torch's 13.0, the driver's 12.8; "),
+        (machine(), "12.8", "CUDA", "failed", "torch was built for 13.0, the driver supports 12.8; "),
         (machine(), "13.2", "CUDA", "ok", ""),
         (machine(), "14.0", "CUDA", "ok", ""),
         (machine(cuda_version="13.1"), "13.0", "CUDA", "warning", ""),
         (machine(), "", "CUDA", "skipped", ""),
-        (machine(nccl="2.21.5"), "13.0", "NCCL", "failed", "2.21.5 is loaded, 2.28.9 was"),
+        (machine(nccl="2.21.5"), "13.0", "NCCL", "failed", "2.21.5 is loaded, but 2.28.9 was"),
         (machine({"nvidia-nccl-cu13": "2.28.9.post1"}), "13.0", "NCCL", "ok", ""),
     ],
 )
@@ -98,7 +98,7 @@ def test_the_environment_for_gpus_is_told_from_the_one_for_cpus():
 def test_where_a_run_takes_none_no_gpu_is_asked(monkeypatch):
     monkeypatch.setattr(node, "probe", lambda: CPU)
     monkeypatch.setattr(node, "gpus_in_process", lambda _: pytest.fail("NVML was asked"))
-    assert Check("GPUs", "skipped", "the run takes none here") in node.examine(None, None, 0)
+    assert Check("GPUs", "skipped", "the run takes no GPUs here") in node.examine(None, None, 0)
 
 
 def test_the_digest_of_a_folder_follows_names_and_contents_and_nothing_else(tmp_path):

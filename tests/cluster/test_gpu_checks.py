@@ -89,7 +89,7 @@ def test_gpus_of_other_jobs_are_not_judged():
 
 def test_a_visible_gpu_that_is_not_there_fails():
     check = found("seven", needed=None, visible="0,1,2,3,4,5,6,7")["GPUs"]
-    assert check.status == "failed" and "names 7: lost" in check.found
+    assert check.status == "failed" and "names 7, not found: lost" in check.found
     assert found("seven", needed=2, visible="6, 5")["GPUs"].found == "2 x NVIDIA H100 80GB HBM3"
 
 

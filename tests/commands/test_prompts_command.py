@@ -74,10 +74,10 @@ def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny,
     write(tiny / "lists.jsonl", rows)
     path = f"prompts.path={tiny / 'lists.jsonl'}"
     shown = printed(tiny, capsys, path)
-    assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown
+    assert "prompts: 5 references are lists, right in any order; (1, 2) fixes the order\n" in shown
     held_out = (path, "prompts.held_out=2", "validation.every_steps=1")
     shown = printed(tiny, capsys, *held_out, "validation.prompts=3")
-    assert "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown
+    assert "prompts: validation.prompts is 3, but 2 prompts are held out\n" in shown
     shown = printed(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
     assert "validation.prompts is" not in shown and "references are lists" not in shown
 

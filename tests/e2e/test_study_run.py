@@ -25,7 +25,7 @@ def test_two_recipes_with_two_seeds(policy, tmp_path):
     process.kill()
     process.wait()
     out = run(*words, timeout=2400).stdout
-    assert "scalerl_seed1: starts" not in out and "dapo_loss_seed1: starts or goes on" in out
+    assert "scalerl_seed1: starts" not in out and "dapo_loss_seed1: starts or resumes" in out
     names = [f"{arm}_seed{seed}" for seed in (1, 2) for arm in ("scalerl", "dapo_loss")]
     recipes = [load_recipe(study / "runs" / name / "recipe.yaml") for name in names]
     assert [(recipe.seed, recipe.loss.name) for recipe in recipes] == [

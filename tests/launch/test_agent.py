@@ -53,7 +53,7 @@ def test_an_engine_that_joins_survives_a_file_system_that_fails_for_a_while(tmp_
     monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
     assert asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 60, Console())) == ""
     said = capsys.readouterr().out
-    assert seen == [] and "Stale file handle; next look" in said and "attempts.jsonl:3" in said
+    assert seen == [] and "Stale file handle; the next attempt" in said and "attempts.jsonl:3" in said
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_an_engine_that_no_controller_takes_in_gives_up(tmp_path, monkeypatch, c
     monkeypatch.setattr(join, "AGENT", (sys.executable, "-c", f"raise SystemExit({code})"))
     monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
     last = asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 1.0, Console()))
-    assert last == ("" if finished else "no controller accepted it")
+    assert last == ("" if finished else "no controller accepted the engine")

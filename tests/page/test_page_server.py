@@ -182,7 +182,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
         ("watch RUN --port 70000", "--port: 70000 is not a port"),
         ("watch EMPTY", "neither this folder (no recipe.yaml) nor a subfolder is a run; name a run"),
         ("report RUNS --html OUT --group 1", "--group needs the folder of one run"),
-        ("report RUN --group 1", "--group names a group of the page; add --html"),
+        ("report RUN --group 1", "--group chooses completions for the page; add --html"),
     ],
 )
 def test_a_mistake_is_one_line(run, tmp_path, capsys, arguments, said):

@@ -56,7 +56,7 @@ def test_four_commands_refuse_a_setting_with_one_line(override, said, tiny, tmp_
     assert main(["submit", *job, *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     refused = lines["plan"].removeprefix("megatron-scalerl: ").strip()
-    assert f"checks of settings, policy and prompts: not finished here: {refused}" in shown
+    assert f"checks of settings, policy and prompts: not finished on this machine: {refused}" in shown
 
 
 def test_a_plan_of_another_split_says_what_to_set(capsys):

@@ -42,7 +42,7 @@ def test_what_is_paid_and_not_confirmed_is_shown(tmp_path, capsys):
     assert main([str(run_of(tmp_path, (denied, rollouts), group(1))), "--unconfirmed"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("group      0,") and out[1].startswith("completion 1 of 2")
-    assert out[2] == "reward     +1 (paid, and not confirmed by the second judge), reference 9"
+    assert out[2] == "reward     +1 (correct, but not confirmed by the second judge), reference 9"
 
 
 @pytest.fixture(scope="module")

@@ -51,14 +51,14 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
     "fleet, partition, wanted, said",
     [
         ((16, 8, 2), H100, asked(3), "--nodes: 3 is too few: 16 trainer ranks and 8 engines of 2"),
-        ((16, 8, 2), H100, asked(5), "--nodes: 5 is too many: the fleet fills 4 with 8 devices each"),
+        ((16, 8, 2), H100, asked(5), "--nodes: 5 is too many: trainer and engines fill 4 nodes of 8 devices"),
         ((16, 8, 2), H100, asked(11), "--nodes: 11 is out of range: partition gpu has 10 nodes"),
-        ((16, 8, 2), H100, asked(), "--gpus-per-node: 32 is out of range: a node of gpu has 8 GPUs, ranks and "
-         "engines of tiny_cpu take 32; --nodes 4 would do"),
+        ((16, 8, 2), H100, asked(), "--gpus-per-node: 32 is out of range: a node of gpu has 8 GPUs, and ranks and "
+         "engines of tiny_cpu take 32; --nodes 4 would be enough"),
         ((2, 2, 4), H100, asked(2, gpus_per_node=2), "engine.devices_per_engine: 4 is more than the 2 devices"),
         ((2, 2, 1), H100, asked(2, gpus_per_node=9), "--gpus-per-node: 9 is out of range: a node of gpu has 8"),
         ((2, 2, 1), H100, asked(2, gpus_per_node=-1), "--gpus-per-node: -1 is out of range: a node of gpu has 8"),
-        ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots is for a run on CPUs, and this one takes "
+        ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots is for a run on CPUs, but this run takes "
          "2 GPUs of a node"),
         ((2, 2, 1), CPUS, asked(2), "--slots is missing"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
@@ -83,7 +83,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     fits = load_recipe(file)
     assert check_plan(fits, str(file), H100, 0) == "skipped without GPUs"
     other = Partition(name="old", gpus=8, cpus=96, nodes=10, gpu_type="v100", limit_s=None)
-    assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
+    assert "skipped: Slurm's GPU type of old is v100" in check_plan(fits, str(file), other, 8)
     assert "skipped" not in check_plan(fits, str(file), H100, 8)
     tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
     with pytest.raises(ValueError, match=r"plan --check: .* GiB are missing; try a larger .*size$"):

@@ -116,7 +116,7 @@ def test_options_of_the_site_take_the_place_of_the_jobs_own(tmp_path, sbatch, ha
 
 def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_none():
     site = Site(sbatch={"gres": "gpu:h100:4", "mem-per-gpu": "64G", "account": "lab"})
-    with refused("sbatch: gpu:h100:4 gives fewer GPUs of a node than the 8"):
+    with refused("sbatch: gpu:h100:4 requests fewer GPUs of a node than the run takes, 8"):
         render(changed(PLAN, site=site))
     text = render(changed(PLAN, site=site, gpus=0, cpus=4))
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
@@ -233,7 +233,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ("acount: lab", unknown_key("acount", KEYS, expected=KEY)),
         ("modules: cuda", "modules: 'cuda': Input should be a valid tuple"),
         ("container: docker", "'docker': Input should be 'none', 'pyxis' or 'apptainer'"),
-        ("container: pyxis", "image: containers of pyxis and apptainer need one"),
+        ("container: pyxis", "image is required with container pyxis or apptainer"),
         *(
             (f"environment: {{{name}: abc}}", f"environment: {name} looks like a secret")
             for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "API_KEY_2", "AZURE_CLIENT_SECRET")
@@ -303,14 +303,14 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
     words += ["--site", str(tmp_path / "site.yaml"), *(["policy.path=/none"] if policy == "missing" else [])]
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "not checked, since this machine has no Slurm: that a,b exists, with nodes of 4 GPUs and 48 CPUs" in said
-    assert ("not finished here: policy.path: /none" in said) is (policy == "missing")
+    assert "not checked, since this machine has no Slurm: whether partition a,b has nodes of 4 GPUs" in said
+    assert ("not finished on this machine: policy.path: /none" in said) is (policy == "missing")
     script = run / "slurm/job.sbatch"
     cluster.check_syntax(script)
     assert "#SBATCH --partition=a,b\n" in script.read_text() and "#SBATCH --gres=gpu:h100:4\n" in script.read_text()
     assert main(["submit", "--status", str(run)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder",
+        "sbatch is not on the path: the job's state is unknown, and the next lines are from the run's folder",
         "not started yet",
     ]
     assert main(words) == 2, "nothing is submitted"
@@ -330,7 +330,7 @@ def test_a_dry_run_goes_on_where_slurm_does_not_answer(tmp_path, tiny, without_s
     words = f"submit {tmp_path}/r.yaml --partition a --time 1-0 --gpus 0".split()
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
-    assert f"not checked, since sinfo failed: {why}: that a exists" in said
+    assert f"not checked, since sinfo failed: {why}: whether partition a has" in said
     cluster.check_syntax(run / "slurm/job.sbatch")
     assert main(words) == 1 and why in capsys.readouterr().err, "nothing is submitted"
 
@@ -353,8 +353,8 @@ def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, cap
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("", "give one of RECIPE, --array FOLDER and --status RUN"),
-        ("r.yaml --array f", "give one of RECIPE"),
+        ("", "give exactly one of RECIPE, --array FOLDER and --status RUN"),
+        ("r.yaml --array f", "give exactly one of RECIPE"),
         ("r.yaml --time 60", "--partition is missing"),
         ("r.yaml --partition p", "--time is missing"),
         ("r.yaml --partition p --time 60 --throttle 2", "--throttle requires --array"),

@@ -46,7 +46,7 @@ def refusal(words, capsys):
         (
             "--nodes 2 engine.colocate=true engine.count=2 "
             "engine.vllm.kv_cache_memory_bytes=1 engine.vllm.gpu_memory_utilization=0.1",
-            "--nodes: 2 is too many: engine.colocate runs on one node",
+            "--nodes: 2 is too many: a run with engine.colocate takes one node",
         ),
         ("policy.path=/nonexistent", "/nonexistent"),
     ],
@@ -93,7 +93,7 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
     assert first["argv"][:2] == ["train", "--supervise"]
     assert float(first["environment"]["MSRL_HELD_SINCE"]) > 0, "from when on the ledger charges"
     assert main(words) == 2
-    assert f"has job {job} already, RUNNING" in capsys.readouterr().err
+    assert f"the run has job {job} already, RUNNING" in capsys.readouterr().err
     main(["submit", "--status", str(run)])
     said = capsys.readouterr().out
     assert f"job {job}: RUNNING (node" in said and "not started yet" in said

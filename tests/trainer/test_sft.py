@@ -63,7 +63,7 @@ def test_the_schedule_warms_up_holds_and_decays():
         ("rewards.verifier=no.module:f", "rewards.verifier"),
         ("megatron.parallel.no_option=1", "megatron.parallel: no_option"),
         ("interruption.thinking_tokens=[90000,90000]", "too short for the longest sequence"),
-        ("policy.lora={} policy.adapter={adapter}", "policy.adapter: a warm start trains the weights"),
+        ("policy.lora={} policy.adapter={adapter}", "policy.adapter: a warm start would train policy.path"),
     ],
 )
 def test_the_command_makes_the_checks_of_a_run_before_it_trains(tiny, tmp_path, capsys, override, said):
