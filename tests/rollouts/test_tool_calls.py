@@ -213,7 +213,7 @@ def test_what_stands_around_calls_is_no_call_but_a_mark_is():
 @pytest.mark.parametrize("tools", [[{"function": 1}], [{"name": "f", "parameters": {"properties": [1]}}]])
 def test_tools_that_are_no_schemas_are_refused(tools):
     tokenizer = turns_tokenizer(QWEN3_TURNS)
-    with pytest.raises(ValueError, match="tools: they have to be JSON schemas"):
+    with pytest.raises(ValueError, match="tools: each tool has to be a JSON schema"):
         tool_parser(tokenizer, tools, ())
 
 
