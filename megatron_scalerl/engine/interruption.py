@@ -123,7 +123,7 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; set a tag with at least one token")
     back = _decode(tokenizer, end_ids)
     if back.strip() != think_end.strip():
-        raise ValueError(f"prompts.think_end: the tokenizer turns {think_end!r} into {back!r}; set another tag")
+        raise ValueError(f"prompts.think_end: encoding and decoding turn {think_end!r} into {back!r}; choose another tag")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
     text_ids = _encode(tokenizer, text)
@@ -131,8 +131,8 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
-        f"interruption.phrase: the tokenizer turns the phrase with the closing tag, {text!r}, into "
-        f"{_decode(tokenizer, text_ids)!r}; set another phrase"
+        f"interruption.phrase: encoding and decoding turn the phrase with the closing tag, {text!r}, into "
+        f"{_decode(tokenizer, text_ids)!r}; choose another phrase"
     )
 
 

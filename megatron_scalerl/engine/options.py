@@ -209,7 +209,7 @@ def check_options(options: dict[str, Any]) -> None:
     """
     for name in ("distributed_executor_backend", "data_parallel_backend"):
         if options.get(name) == "ray":
-            raise ValueError(f"engine.vllm.{name}: ray is refused, as the launcher starts the processes itself")
+            raise ValueError(f"engine.vllm.{name}: ray cannot be used, as the launcher starts the processes itself")
     for name in options:
         if name in CHANGES_SAMPLING and options[name] not in (None, _ONE_HOST.get(name)):
             raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")
@@ -315,8 +315,8 @@ def _routing_options() -> dict[str, Any]:
     """Options with which vLLM reports expert choices. Raises ValueError if the CPU build is installed."""
     if on_cpu():
         raise ValueError(
-            "rollouts.routing_replay: only vLLM for GPUs (V2 model runner) reports expert choices, but the CPU build "
-            "of vLLM is installed"
+            "rollouts.routing_replay: only vLLM for GPUs (V2 model runner) reports expert choices, but vLLM's CPU build "
+            "is installed"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 

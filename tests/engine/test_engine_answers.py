@@ -96,7 +96,7 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "policy versions: only 1 of 2 tokens have a version"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "only 1 of 2 tokens have a version"),
         ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "policy version: '²' is not a number"),
         (
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate("43")]},
