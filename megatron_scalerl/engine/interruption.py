@@ -123,7 +123,7 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; set a tag with at least one token")
     back = _decode(tokenizer, end_ids)
     if back.strip() != think_end.strip():
-        raise ValueError(f"prompts.think_end: encoding and decoding turn {think_end!r} into {back!r}; choose another tag")
+        raise ValueError(f"prompts.think_end: encoding and decoding turn {think_end!r} into {back!r}; set another")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
     text_ids = _encode(tokenizer, text)

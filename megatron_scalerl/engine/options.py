@@ -315,8 +315,8 @@ def _routing_options() -> dict[str, Any]:
     """Options with which vLLM reports expert choices. Raises ValueError if the CPU build is installed."""
     if on_cpu():
         raise ValueError(
-            "rollouts.routing_replay: only vLLM for GPUs (V2 model runner) reports expert choices, but vLLM's CPU build "
-            "is installed"
+            "rollouts.routing_replay: only vLLM for GPUs (V2 model runner) reports expert choices, and vLLM's "
+            "CPU build is installed"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
