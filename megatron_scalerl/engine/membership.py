@@ -323,7 +323,7 @@ class Membership:
         self._changed = asyncio.Event()
         if member.devices != previous_member.devices:
             self.on_devices(self.devices)
-        # `record` is called last: if `record` fails, nobody waits for this change forever.
+        # `record` is called last: a failure of `record` must not keep waiters from noticing this change.
         self._record(member)
 
 

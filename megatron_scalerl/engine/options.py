@@ -384,7 +384,7 @@ def engine_environment(
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # Only the V2 model runner reports expert choices. Its interface for logits processors is another.
+        # Only the V2 model runner reports expert choices. The V2 runner has another interface for logits processors.
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",

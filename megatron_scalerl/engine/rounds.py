@@ -61,7 +61,7 @@ class Round:
             self._engines.evict(
                 engine,
                 f"{engine.name}: the engine has {received} of {count} requests and has not resumed within "
-                f"{self._timeout_s:g} s of the submission (weights.timeout_s)",
+                f"{self._timeout_s:g} s of submission (weights.timeout_s)",
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))

@@ -82,7 +82,7 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
     language = indent = ""
     fence: str | None = None
     lines: list[str] = []
-    # the text is split at line breaks alone, since a literal may hold any other separator of lines
+    # Only line breaks split the text: str.splitlines would also split at separators inside a string literal.
     for line in answer_text.replace("\r\n", "\n").split("\n"):
         mark = _FENCE.match(line)
         if mark and "`" in mark[3]:

@@ -259,7 +259,7 @@ def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, (*functions, ast.ClassDef)):
                 waiting_nodes.append(child)
-        name = getattr(node, "id", getattr(node, "attr", ""))  # a method is reached by the bare name
+        name = getattr(node, "id", getattr(node, "attr", ""))  # a bare name reaches a method, too
         if name in bodies and name not in reached_names:
             reached_names.add(name)
             waiting_nodes += bodies[name]

@@ -233,7 +233,7 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     text_behind = sentence[last.end() :]
     listed = len(runs) > 1 and _LIST_SIGN.fullmatch(sentence[runs[-2].end() : last.start()])
     rounded = exact and _ABOUT_WORDS.search(_CLAUSE.split(text_before)[-1] + text_behind)
-    # the number of x14, log14 and a_14 belongs to a word
+    # in x14, log14 and a_14 the number is a part of the name
     of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")
     if listed or rounded or of_a_word or is_open(text_before, text_behind):
         return "", ""

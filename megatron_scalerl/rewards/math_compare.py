@@ -164,7 +164,8 @@ def _equal(gold: Any, answer: Any) -> bool:
 
     expected = _exact(gold)
     value = _exact(answer)
-    # 25 is 25 %, and 12.5 is 12.5 %, but 0.5 % is not 0.5
+    # An answer may lack the percent sign (12.5 is 12.5 %), and an integer may have a needless sign (25 % is 25), but
+    # 0.5 % is not 0.5.
     bare = _exact(get_pct_val(answer, answer))
     if expected == value or (bare == _exact(get_pct_val(gold, gold)) and (bare == value or bare.is_Integer)):
         return True

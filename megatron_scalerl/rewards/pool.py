@@ -326,7 +326,7 @@ class VerifierPool:
             if not death.read:
                 reason = f"no verifier process took a completion: {death}"
                 if death.late or death.code is not None:
-                    # other requests are refused for the death of other workers
+                    # All remaining refusals are due to the death of other workers, and are not counted.
                     self._count(reason)
                 raise CompletionLost(reason, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"

@@ -209,7 +209,7 @@ def reward_of(value: Any) -> bool | float:
             value = value.item()
         if isinstance(value, bool):
             return value
-        # a text has no `__float__`
+        # A string has no `__float__`, and is refused.
         number = value.__float__()
         if abs(number) <= MOST_REWARD:
             return float(number)
@@ -330,7 +330,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
 
         return judge_answer
     if setup.verifier != "code":
-        # the sandbox of `code` limits programs, and needs room for input
+        # `code` limits programs in the sandbox, whose processes need room for the input.
         limit_process(limits)
     loaded = address_space()
 

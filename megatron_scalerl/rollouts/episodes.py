@@ -291,7 +291,7 @@ class EpisodeSampler(Sampler):
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        # A policy that breaks an episode off must not escape the costs so far.
+        # A policy must not escape the negative rewards so far by breaking off the episode.
         if trace.end.by != "environment":
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(

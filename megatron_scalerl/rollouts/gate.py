@@ -277,7 +277,7 @@ class PhaseGate(StalenessGate):
         incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
         if incomplete or len(self._ready) < self.groups_per_batch:
             return None
-        # Batches follow the order of admission. By completion, the first batches would have the short completions.
+        # Batches follow the order of admission, since in the order of ends short completions would come first.
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:
