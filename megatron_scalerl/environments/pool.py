@@ -237,7 +237,7 @@ class _Process(Worker):
         code = await self.kill()
         end = cause or end_of(code)
         if hung is not None:
-            end = f"no answer within {self._program.timeout_s:g} s"
+            end = f"no answer within {self._program.timeout_s:g} s (environment.timeout_s)"
         for reply in replies.values():
             failure = EnvironmentFailed(f"{self.name}: {end}", reason="died")
             if reply is hung:

@@ -147,7 +147,7 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                     expected = json.loads(expected)
             except (ValueError, RecursionError):
                 raise ValueError(
-                    f"the input of a test of {name} has to be a line of JSON for each argument, and the output "
+                    f"the input of a test of {name} has to have a line of JSON for each argument, and the output "
                     f"JSON; a test has the input {case['input'][:40]!r} and the output {str(case['output'])[:40]!r}"
                 ) from None
         if not isinstance(case_input, list):

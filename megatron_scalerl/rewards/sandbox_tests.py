@@ -229,7 +229,7 @@ class Tests:
             used.add("Solution")
         tested = {n for n in used & program.keys() if "module" not in program[n] and not n.startswith("__")}
         names = {name: self._local(program[name]) for name in tested}
-        assert tested & {entry_point, "Solution"} or (tested and not entry_point), "the program has no tested name"
+        assert tested & {entry_point, "Solution"} or (tested and not entry_point), "program defines no tested name"
         if len(tested) > 1:
             tested = {name for name in tested if name == entry_point or not hasattr(builtins, name)}
             names = {name: names[name] for name in tested}

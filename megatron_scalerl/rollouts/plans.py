@@ -63,9 +63,9 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
             recipe = task
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     for key, limit, remedy in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise it"),
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise the limit"),
         ("policy.path: max_position_embeddings of the policy", positions, "take a policy with a longer context"),
-        ("trainer.micro_batch_tokens", capacity, "raise it"),
+        ("trainer.micro_batch_tokens", capacity, "raise the limit"),
     ):
         if limit and longest > limit:
             parts = (
@@ -76,7 +76,7 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
                 parts = f"environment.episode_tokens {recipe.environment.episode_tokens}"
             raise ValueError(
                 f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
-                f"{recipe.prompts.max_prompt_tokens} + {parts} + forced phrase and end); lower these, or {remedy}"
+                f"{recipe.prompts.max_prompt_tokens} + {parts} + forced phrase and end); lower a summand, or {remedy}"
             )
     return longest
 

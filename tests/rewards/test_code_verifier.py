@@ -103,7 +103,7 @@ def test_the_documented_row_and_forms_are_read():
         ('[{"input": [1], "output": 2}]', "input and output of a test have to be strings; found a list"),
         ('[{"fn_name": "f()", "input": [], "output": 0}]', "the tests name the function 'f"),
         ('[{"fn_name": "f", "input": 1, "output": 0}]', "the input of a test of f has to be a list .* is a int"),
-        ('[{"fn_name": "f", "input": "a b", "output": 0}]', "the input of a test of f has to be a line of JSON"),
+        ('[{"fn_name": "f", "input": "a b", "output": 0}]', "the input of a test of f has to have a line of JSON"),
         (
             '[{"fn_name": "f", "input": [], "output": 0}, {"input": "", "output": ""}]',
             "name the same function; found 2 different names",
