@@ -101,7 +101,7 @@ def scored(sample: RolloutArrays, named_columns: Mapping[str, Any], algorithm: S
     for name, column in columns.items():
         if column.shape != sample.loss_mask.shape or not np.isfinite(column[sample.loss_mask]).all():
             raise ValueError(
-                f"column {name} of shape {column.shape} has to have a finite number for each of the "
+                f"column {name} has shape {column.shape}, and has to have a finite number for each of the "
                 f"{len(sample.loss_mask)} tokens"
             )
     return replace(sample, columns=columns)

@@ -106,7 +106,7 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
             {"weight_versions": [{"version": "3", "start": 1, "end": 2}]},
             "tokens 1 to 2 are no span that begins at token 0",
         ),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "and ends by 2"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "and ends at or before token 2"),
         ({"finish_reason": "abort"}, "completion ended with 'abort' after 2 tokens"),
         ({"logprobs": (-0.5,)}, "the completion has 2 tokens and 1 log-probs"),
         ({"plan": PLAN}, "is not the forced phrase"),

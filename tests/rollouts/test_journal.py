@@ -93,7 +93,7 @@ def test_a_block_of_another_group_is_named(tmp_path):
     rows = read_jsonl(path)
     rows[4]["group_id"] = 1
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: .* group 2, .* 1"):
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: .* group 2; .* 1"):
         read_groups(tmp_path, read_history(tmp_path), [1])
 
 
