@@ -1,4 +1,4 @@
-"""Inference engines: one vLLM server each. `launch` starts and stops them.
+"""Inference engines, each of which is one vLLM server. `launch` starts and stops the servers.
 
 In the controller's process:
 

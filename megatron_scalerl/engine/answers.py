@@ -20,19 +20,19 @@ from megatron_scalerl.types import CompletionLost, ExpertChoices
 T = TypeVar("T")
 
 PROGRESS_PATH = "/msrl/progress"
-"""Path on which our middleware (`engine.vllm_plugin`) reports the cores' token counts."""
+"""HTTP path on which the middleware of `engine.vllm_plugin` reports the token counts of the engine's cores."""
 ADAPTER = "adapter"
-"""Name of the policy's adapter in engines that are sent adapters alone."""
+"""Name of the policy's adapter in engines whose weight updates contain only the adapter."""
 REFUSED = "refused: "
-"""Start of a worker's answer if the trainer's tensors do not fit the worker's model."""
+"""Prefix of a worker's answer that says why the trainer's tensors do not fit the worker's model."""
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
 NO_LOGPROBS = "no_logprobs"
-"""`CompletionLost.reason` of a completion in which a sampled token has the log-probability MISSING_LOGPROB."""
+"""`CompletionLost.reason` of a completion with a sampled token that has no usable log-probability."""
 LARGEST_LOGPROB = 1e-3
 """The largest accepted log-probability (nats): 0, with room for rounding in float32."""
 _VERSION_DIGITS = 18
-"""Most digits of a policy version, so that every version is below 2**63."""
+"""Largest number of digits of a policy version, so that every version is below 2**63."""
 
 
 class EngineError(RuntimeError):
@@ -48,42 +48,42 @@ class EngineInfo:
     """The configuration and the weights of an engine, as the engine's workers report them."""
 
     vocab_size: int
-    """Rows of the logits."""
+    """Number of logits per token, as measured in a probe."""
     dtype: str
     """Configured type of the weights: float32 or bfloat16."""
     head_dtype: str
-    """Precision of the logit projection, measured on the logits of a probe, not read from a setting."""
+    """Precision of the projection to logits, float32 or bfloat16, measured on the logits of a probe."""
     logprobs_mode: str
     max_model_len: int
-    """Most tokens of a prompt and its completion together."""
+    """Largest number of tokens of prompt and completion together."""
     pid: int
     world_size: int
     """Number of workers: the product of tensor, pipeline and data parallelism."""
     weight_version: str
-    """Label of the weights in use."""
+    """Label of the weights in use: a policy version as text."""
     weight_digests: tuple[str, ...]
-    """Digest of the bytes that each worker received in the last update, empty before the first update."""
+    """[workers] digest of the bytes that each worker received in the last update; empty before the first update."""
     attention_temperature: bool | None = None
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
 
 @record
 class CoreProgress:
-    """Token and request counts of one engine core (one core per data-parallel rank), as the server counts."""
+    """The server's counts of tokens and requests for one engine core; each data-parallel rank has a core."""
 
     core: int
     """Data-parallel rank of the core."""
     tokens: int
     """Tokens that the core has produced since the server started, including tokens of aborted requests."""
     waiting: int
-    """Requests of the core without a first token: queued or in prefill."""
+    """Number of requests of the core that have no token yet: queued or in prefill."""
     decoding: int
-    """Requests of the core that have at least one token and are not finished."""
+    """Number of unfinished requests of the core that have at least one token."""
 
 
 @record
 class EngineProgress:
-    """Progress of all cores of an engine, as the server counts; a hanging core cannot delay the report."""
+    """The server's counts for all cores of an engine. The cores are not asked, so a hanging core delays no report."""
 
     cores: tuple[CoreProgress, ...]
     dead: bool
@@ -123,7 +123,7 @@ class _Answer(msgspec.Struct):
 
 
 def decode(content: bytes, kind: type[T], source: str) -> T:
-    """Decode JSON as `kind`. Raises EngineError for any other content.
+    """Decode JSON into an object of type `kind`. Raises EngineError for any other content.
 
     source: engine and path, for the message.
     """
@@ -134,7 +134,7 @@ def decode(content: bytes, kind: type[T], source: str) -> T:
 
 
 def convert(value: Any, kind: type[T], source: str) -> T:
-    """Convert decoded JSON to `kind`. source: engine and path, for the message. Raises EngineError."""
+    """Convert decoded JSON to type `kind`. source: engine and path, for the message. Raises EngineError."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
@@ -164,7 +164,7 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tu
     rows = decode(content, _Answer, source).prompt_logprobs or []
     if len(rows) != len(token_ids):
         raise EngineError(
-            f"{source}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}"
+            f"{source}: the prompt has {len(token_ids)} tokens, but the answer has {len(rows)} log-probs"
         )
     tokens = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
     values = _values(tokens)
@@ -174,7 +174,7 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tu
 
 
 def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
-    """The completion in one choice of a response. The further arguments and the errors are those of `completion`."""
+    """The completion in one choice of a response. Raises as `completion`, which also explains the arguments."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept_length = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
@@ -182,7 +182,7 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> 
     logprobs = [] if choice.logprobs is None else choice.logprobs.content
     if not length or len(logprobs) != length:
         raise EngineError(
-            f"{source}: the completion has {length} tokens and {len(logprobs)} log-probs; it has to have one for each"
+            f"{source}: the completion has {length} tokens and {len(logprobs)} log-probs; each token needs a log-prob"
         )
     truncated = choice.finish_reason == "length"
     mask = np.ones(length, dtype=bool)
@@ -223,7 +223,7 @@ def _values(tokens: Sequence[_Token]) -> np.ndarray:
 
 
 def _first_unusable(values: np.ndarray) -> int | None:
-    """Index of the first of `values` [T] that is no log-probability; None if all are log-probabilities."""
+    """Index of the first of `values` [T] that is no valid log-probability; None if all are valid."""
     usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both comparisons
     return None if usable.all() else int(np.argmin(usable))
 
@@ -233,9 +233,9 @@ def _unusable(token: _Token) -> str:
 
 
 def _expert_choices(encoded: str, source: str) -> ExpertChoices:
-    """Decode vLLM's base64 .npy array [P + T - 1, L, K] of expert choices.
+    """Decode expert choices: vLLM sends a base64 .npy array [P + T - 1 tokens, L layers, K experts per token].
 
-    Raises EngineError for any other content.
+    P and T are the tokens of prompt and completion. Raises EngineError for any other content.
     """
     try:
         array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
@@ -254,7 +254,7 @@ def _expert_choices(encoded: str, source: str) -> ExpertChoices:
 
 
 def _versions(spans: list[_Span] | None, length: int, source: str) -> np.ndarray:
-    """[T] int64 policy version of every token. Raises EngineError if a token has none."""
+    """[T] int64 policy version of each token. Raises EngineError unless the spans cover all tokens in order."""
     versions = np.empty(length, dtype=np.int64)
     end = 0
     for span in spans or []:
@@ -266,7 +266,7 @@ def _versions(spans: list[_Span] | None, length: int, source: str) -> np.ndarray
         if span.start != end or not span.start < span.end <= length:
             raise EngineError(
                 f"{source}: policy versions: tokens {span.start} to {span.end} are no span that begins at token "
-                f"{end} and ends by {length}"
+                f"{end} and ends at or before token {length}"
             )
         if end and int(label) < versions[end - 1]:
             raise EngineError(
@@ -275,5 +275,5 @@ def _versions(spans: list[_Span] | None, length: int, source: str) -> np.ndarray
         versions[end : span.end] = int(label)
         end = span.end
     if end != length:
-        raise EngineError(f"{source}: policy versions: {end} of {length} tokens have one")
+        raise EngineError(f"{source}: policy versions: only {end} of {length} tokens have a version")
     return versions

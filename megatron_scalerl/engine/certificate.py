@@ -1,4 +1,4 @@
-"""The TLS certificate of engines on other hosts. The controller makes a new certificate at every start of a run.
+"""Makes the TLS certificate of engines on other hosts: a new certificate at every start of a run.
 
 The certificate is self-signed, and the controller's clients trust no other: whoever answers in the certificate's name
 holds the private key. Host names are not compared: a pinned key says more. The agents receive certificate and key
@@ -17,8 +17,10 @@ from megatron_scalerl.record import record
 
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
-"""The date by which RFC 5280 (4.1.2.5) says "no well-defined end". A certificate lasts as long as a start of the run,
-and a clock that jumps must not end a certificate."""
+"""The date that means "no well-defined expiration date" in RFC 5280 (4.1.2.5).
+
+A certificate is used for one start of a run only, and must not expire because a clock is wrong.
+"""
 
 
 @record
@@ -70,10 +72,10 @@ def make_certificate() -> Certificate:
 
 @contextlib.contextmanager
 def certificate_arguments(certificate: Certificate | None) -> Iterator[list[str]]:
-    """A block with vLLM's arguments for TLS; an empty list without a certificate.
+    """Context with vLLM's command-line arguments for TLS; an empty list without a certificate.
 
-    The arguments name files that only this user can read. The files are deleted at the end of the block: a server
-    that is up has read the files.
+    The arguments name files that only this user can read. The end of the block deletes the files, which a running
+    server needs no more.
     """
     arguments: list[str] = []
     with private_folder() as folder:

@@ -63,46 +63,47 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
     "trace_decode_token_ids": None,
     "watermarking": False,
 }
-"""Part of every request: sample from softmax(logits / temperature) alone, as the trainer computes. The defaults of
-the policy's generation_config.json or of a later vLLM then do not count."""
+"""Sampling parameters of every request: sample from softmax(logits / temperature), as the trainer computes.
+
+So no default of the policy's generation_config.json, or of a later vLLM, has an effect.
+"""
 
 
 @record
 class SamplingSpec:
-    """How one completion is sampled."""
+    """The settings with which one completion is sampled."""
 
     max_tokens: int
-    """Budget of the whole completion (tokens); a lower limit of the interruption plan takes precedence."""
+    """Largest number of tokens of the completion; a lower limit of the interruption plan takes precedence."""
     temperature: float = 1.0
     """Sampling temperature; 0 always takes the likeliest token."""
     seed: int = 0
     seeded: bool = True
-    """False: the engine draws from a generator of its own, and `seed` only names the completion
-    (`options.training_seeds`)."""
+    """Whether the engine gets the seed (`options.training_seeds`); otherwise `seed` is only recorded."""
     interruption: Plan | None = None
-    """Cut, phrase and answer budget. None: nothing is interrupted, and `max_tokens` alone limits the completion."""
+    """Plan for the forced end of thinking. None: nothing is forced, and only `max_tokens` limits the completion."""
     priority: int = 0
-    """A request with a lower number is served first."""
+    """Priority of the request; the engine serves lower numbers first."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, besides the plan's tokens and the end tokens in the policy's folder."""
+    """Token ids that end the completion, besides the plan's end token and the end tokens in the policy's folder."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion. The tokens of such a text are sampled and returned like all tokens."""
+    """Stop strings, which end the completion. The completion contains the tokens of the stop string."""
     ignore_eos: bool = False
-    """True: generate until the budget whatever is sampled, for measurements."""
+    """Whether to generate until the budget even after an end token, for measurements."""
 
 
 class Decoder(Protocol[T_co]):
-    """A parser of completions."""
+    """Interface of an object that decodes the response to a generation request into a completion."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A block in which a response's body is read and decoded. Slots bound the bodies in memory."""
+        """A context in which one response body is read and decoded; the slots bound the bodies in memory."""
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
         """Decode a body to (completion, number of tokens). Arguments and errors are those of `answers.completion`."""
 
 
 class _DecoderInProcess:
-    """Decodes in this process, for checks of single completions: the event loop is blocked for up to 30 ms."""
+    """Decodes in this process, for checks of few completions, since decoding blocks the event loop for 30 ms."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
@@ -146,7 +147,7 @@ class EngineClient:
         """Create a client of the engine at `url`: http://host:port, or https://host:port with `tls`.
 
         tls: the context that trusts the server's certificate. name: used in error messages. settings: None for the
-        defaults. adapter: requests are for the policy's adapter, whose updates the engine gets, on the weights of the
+        defaults. adapter: requests use the policy's LoRA adapter, which alone is updated, on the weights in the
         policy's folder.
         """
         self.url = url.rstrip("/")
@@ -154,15 +155,15 @@ class EngineClient:
         self.name = name
         self.secret = secret
         self.in_flight = 0
-        """Generations that this client is waiting for."""
+        """Number of requests of this client on which the engine is still generating."""
         self.ended_generations = 0
-        """Number of generations, in total, for which this client has stopped waiting."""
+        """Number of requests, in total, on which the engine no longer generates: answered, failed or cancelled."""
         self.paused = False
-        """True from the request to pause until the engine has resumed."""
+        """True from the call of `pause` until the engine has resumed."""
         self.produced_tokens = 0
-        """Tokens that the engine has generated, as of the last progress report."""
+        """Number of tokens that the engine has generated, as of the last progress report."""
         self.received_tokens = 0
-        """Tokens of all completions that this client has received."""
+        """Number of tokens of all completions that this client has received."""
         self._model = {"model": ADAPTER} if adapter else {}
         self._salt: dict[str, str] = {}
         self._aborted: str | None = None
@@ -186,7 +187,7 @@ class EngineClient:
             self._session = None
 
     def abort(self, reason: str) -> None:
-        """End all present and future requests with an EngineLost that names the engine and this reason."""
+        """Let all present and future requests raise an EngineLost that names the engine and this reason."""
         if self._aborted is None:
             self._aborted = reason
             for limit in self._limits:
@@ -203,11 +204,11 @@ class EngineClient:
     async def generate(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _IN_PROCESS
     ) -> Any:
-        """A completion as `decoder` returns it, by default a Rollout that is decoded in this process.
+        """Generate a completion; returns the result of `decoder`, by default a Rollout decoded in this process.
 
         Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
-        log-probabilities or without a decoder process, EngineError for any other failure and for
-        engine.max_lost_in_a_row completions in a row without log-probabilities.
+        log-probabilities, or if no decoder process decodes the response. Raises EngineError for any other failure,
+        and after engine.max_lost_in_a_row completions in a row without log-probabilities.
         """
         params = _sampling(sampling)
         body = self._salted({"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority})
@@ -222,7 +223,7 @@ class EngineClient:
             return await self._counted(decoder, content, sampling)
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
-        """Decode a completion. Raises EngineError where many completions in a row had no log-probabilities."""
+        """Decode a response. Raises EngineError after too many completions in a row without log-probabilities."""
         source = self._source(_GENERATE)
         try:
             decoded, tokens = await decoder.decode(
@@ -236,14 +237,14 @@ class EngineClient:
                 raise
             raise EngineError(
                 f"{self.name}: {self._lost_in_a_row} completions in a row had no usable log-probabilities "
-                f"(engine.max_lost_in_a_row); the last one: {lost}"
+                f"(engine.max_lost_in_a_row); the last error: {lost}"
             ) from None
         self._lost_in_a_row = 0
         self.received_tokens += tokens
         return decoded
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
+        """[T - 1] the log-probs (nats) of token_ids[1:] [T], each given all earlier tokens. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
@@ -253,11 +254,14 @@ class EngineClient:
         return prompt_logprobs(content, token_ids, self._source(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request with the present salt: only requests since the last version label share cached prefixes."""
+        """The request with the model and the cache salt of the present weights.
+
+        So only requests since the last weight update share cached prefixes.
+        """
         return body | self._model | self._salt
 
     async def progress(self) -> EngineProgress:
-        """Token counts of the engine's cores, which the server keeps without asking the cores. Raises EngineError."""
+        """The server's token and request counts for the engine's cores, which are not asked. Raises EngineError."""
         progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._source(PROGRESS_PATH))
         self.produced_tokens = progress.tokens
         return progress
@@ -271,7 +275,7 @@ class EngineClient:
         common = {"world_size": world.world_size, "weight_version": label.weight_version}
         workers = [convert(answer, dict, source) for answer in answers]
         if not workers:
-            raise EngineError(f"{source}: no worker has answered")
+            raise EngineError(f"{source}: no worker of the engine has answered")
         digests = [worker.pop("weight_digest", None) for worker in workers]
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, source)
 
@@ -283,15 +287,15 @@ class EngineClient:
         return decode(body, _Results, self._source("/collective_rpc")).results
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop the engine between two steps; every request is kept.
+        """Pause the engine between two steps of generation; all requests are kept.
 
-        clear_cache: the engine drops the requests' KV cache, and computes it again after `resume`.
+        clear_cache: the engine drops the KV cache of the requests, and computes the cache again after `resume`.
         """
         self.paused = True
         await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
 
     async def resume(self) -> None:
-        """Let the engine continue after `pause`."""
+        """Let the engine continue to generate after `pause`."""
         await self.post("/resume", None)
         self.paused = False
 
@@ -301,17 +305,17 @@ class EngineClient:
         self.note_version(version)
 
     def note_version(self, version: int) -> None:
-        """Note the version that labels the engine's weights, and change the salt of cached prefixes."""
+        """Change the salt of cached prefixes, since the engine now has the weights of this policy version."""
         # The salt has a random part, since a trainer that starts again from a checkpoint reaches the same versions
         # again.
         self._salt = {"cache_salt": f"{version}-{secrets.token_hex(8)}"}
 
     async def get(self, path: str) -> bytes:
-        """GET a path. Raises EngineError."""
+        """The body of the response to a GET request. Raises EngineError."""
         return await self._request("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
-        """POST JSON to a path. Raises EngineError."""
+        """The body of the response to a POST request with JSON. Raises EngineError."""
         return await self._request("POST", path, body, query)
 
     @contextlib.contextmanager
@@ -334,8 +338,10 @@ class EngineClient:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A block with the response to a request, entered when the header has arrived. `abort` ends the block as
-        well."""
+        """Context with the response to a request, entered once the header has arrived.
+
+        Raises EngineLost once `abort` is called, and EngineError for any other failure.
+        """
         # The client is closed, and must not open a session again.
         if self._aborted is not None:
             raise EngineLost(f"{self.name}: {self._aborted}")
@@ -359,7 +365,7 @@ class EngineClient:
             raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
 
     async def _content(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body of a response. Raises EngineError for any status but 200, and after engine.stall_timeout_s."""
+        """Read a response's body. Raises EngineError for any status but 200, and after engine.stall_timeout_s."""
         path = response.url.path
         try:
             async with time_limit(self._body_timeout_s):
@@ -386,8 +392,7 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _until_aborted(self) -> AsyncIterator[None]:
-        """A block in which TimeoutError is raised once `abort` is called, and at once if `abort` was called
-        before."""
+        """Context in which TimeoutError is raised when `abort` is called, at once if `abort` was called earlier."""
         async with asyncio.timeout(None if self._aborted is None else 0) as limit:
             self._limits.add(limit)
             try:

@@ -20,11 +20,11 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 from megatron_scalerl.engine.interruption import Plan
 
 _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
-"""Columns of the table of slots. A cut of -1 means that the request in the slot has no plan."""
+"""Columns of the table with a row for each request slot. A cut of -1: the request in the slot has no plan."""
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces the tokens of the requests' plans, slot by slot.
+    """Forces tokens as the requests' interruption plans say, for all rows of a batch at once.
 
     All requests of an engine share phrase, closing tag and end token.
     """
@@ -43,7 +43,7 @@ class ForcedTokens(LogitsProcessor):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Check the plan of a request; the server answers an error with status 400.
 
-        Raises ValueError for an invalid plan, and for other tokens than an earlier plan's.
+        Raises ValueError for an invalid plan, and if phrase, closing tag or end token differ from an earlier plan.
         """
         plan = Plan.from_extra_args(sampling_params.extra_args)
         if plan is not None:
@@ -59,9 +59,9 @@ class ForcedTokens(LogitsProcessor):
         return plan is not None
 
     def apply_staged_writes(self) -> None:
-        """Write the table's rows of newly filled slots.
+        """Write the table rows of slots that new requests have entered.
 
-        A request that was preempted has tokens already, which decide where its thinking ended.
+        A request that was preempted already has tokens, from which the end of thinking is found.
         """
         if not self._new_plans:
             return
@@ -108,7 +108,7 @@ class ForcedTokens(LogitsProcessor):
         self._tag = self._tag.to(device)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Leave only the forced token in each row whose next token is forced: all other logits become -inf.
+        """Force tokens: in each row whose next token is forced, all logits but the forced token's become -inf.
 
         logits: [rows, vocabulary].
         """

@@ -26,38 +26,40 @@ import numpy as np
 from megatron_scalerl.record import record
 
 _EXTRA_ARG = "msrl_interruption"
-"""Key of a plan in `sampling_params.extra_args`."""
+"""Key of an interruption plan in a request's `sampling_params.extra_args`."""
 
 
 def draw_cut(seed: int, group_id: int, index: int, lower_bound: int, upper_bound: int) -> int:
-    """The cut of a completion (tokens), uniform between the bounds, both included.
+    """Draw the number of thinking tokens after which a completion is interrupted, uniform between the bounds.
 
-    Equal arguments give an equal cut.
+    Both bounds are included. Equal arguments give an equal number.
     """
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(lower_bound, upper_bound)
 
 
 @record
 class Plan:
-    """The tokens that may be forced on one completion, and where."""
+    """The interruption plan of one completion: which tokens may be forced, and where."""
 
     cut: int
     """Number of thinking tokens after which the phrase is forced, at least 1."""
     phrase_ids: tuple[int, ...]
-    """Tokens of the phrase, which ends with the closing tag."""
+    """Token ids of the forced phrase, which ends with the closing tag."""
     think_end_ids: tuple[int, ...]
-    """Tokens of the closing tag, at least one."""
+    """Token ids of the closing tag of thinking, at least one id."""
     think_end_first: frozenset[int] = frozenset()
-    """Tokens accepted in place of the tag's first token, see `tag_variants`."""
+    """Token ids accepted in place of the tag's first token, see `tag_variants`."""
     think_end_last: frozenset[int] = frozenset()
-    """Tokens accepted in place of the tag's last token."""
+    """Token ids accepted in place of the tag's last token, see `tag_variants`."""
     answer_budget: int
-    """Most tokens after a forced end of thinking, the policy's end of sequence included."""
+    """Largest number of tokens after a forced end of thinking, the policy's end of sequence included."""
     whole_budget: int | None = None
-    """Most tokens of a completion whose thinking ended naturally, thinking included; at least `cut + answer_budget`.
-    None: `answer_budget` tokens after the tag, as after a forced end."""
+    """Largest number of tokens of a completion whose thinking ended naturally, at least `cut + answer_budget`.
+
+    Thinking is included. None: at most `answer_budget` tokens follow the tag, as after a forced end.
+    """
     eos_id: int
-    """The token that ends a sequence."""
+    """Id of the token that ends a sequence."""
 
     def __post_init__(self) -> None:
         # A user's mistakes were refused by the recipe and `plan_ids`, so these conditions hold.
@@ -74,7 +76,7 @@ class Plan:
         return next((end for end in ends.tolist() if self.ends_thinking(tokens, end)), None)
 
     def budget_end(self, answer_start: int, *, forced: bool) -> int:
-        """Index at which the end of sequence is forced.
+        """Index in the completion at which the end of sequence is forced.
 
         answer_start: index of the first token after thinking. forced: whether the phrase ended thinking.
         """
@@ -84,7 +86,7 @@ class Plan:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a completion under this plan, the forced end of sequence included.
+        """Largest number of tokens of a completion under this plan, the forced end of sequence included.
 
         `Recipe.longest_sequence` bounds this number for all plans of a run.
         """
@@ -110,18 +112,18 @@ class Plan:
 
 
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(phrase_ids, think_end_ids) of a Hugging Face tokenizer; phrase_ids decode to `phrase + think_end` exactly.
+    """(token ids of `phrase + think_end`, token ids of `think_end`) in a Hugging Face tokenizer.
 
     The two texts are encoded together, as in the warm start's examples: Llama 3 merges the space before the tag and
-    the tag's first characters into one token. Where that loses a space, as before a tag that is an added token with
-    `lstrip`, each text is encoded alone. Raises ValueError if neither encoding decodes to the text.
+    the tag's first characters into one token. If this encoding loses a space, as before a tag that is an added token
+    with `lstrip`, each text is encoded alone. Raises ValueError if neither encoding decodes to the text.
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
-        raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; it has to have at least one")
+        raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; set a tag with at least one token")
     back = _decode(tokenizer, end_ids)
     if back.strip() != think_end.strip():
-        raise ValueError(f"prompts.think_end: {think_end!r} does not survive encode and decode; it becomes {back!r}")
+        raise ValueError(f"prompts.think_end: encoding and decoding turn {think_end!r} into {back!r}; set another")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
     text_ids = _encode(tokenizer, text)
@@ -129,8 +131,8 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
-        f"interruption.phrase: {text!r} does not survive encode and decode with the closing tag at its end; it "
-        f"becomes {_decode(tokenizer, text_ids)!r}"
+        f"interruption.phrase: encoding and decoding turn the phrase with the closing tag, {text!r}, into "
+        f"{_decode(tokenizer, text_ids)!r}; choose another phrase"
     )
 
 
@@ -165,11 +167,11 @@ def _closes(
 
 
 def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
-    """(tokens accepted in place of the tag's first token, tokens accepted in place of the tag's last token).
+    """(token ids accepted in place of the tag's first token, token ids accepted in place of the tag's last token).
 
-    A tag of several tokens merges with neighbors in byte-pair vocabularies: Llama 3 encodes the end of "</think>" and
-    a blank line as one token. Such a token closes the tag as well as the plain token. A piece with letters has no
-    variants: a longer token is another word. SentencePiece's prefix of a text's first piece is no part of the tag.
+    A tag of several tokens may share a token with the text beside the tag: Llama 3 encodes the end of "</think>" and
+    a blank line as one token, which then closes the tag like the plain token. A token with letters has no variants,
+    since a longer token is another word. The space mark of SentencePiece at a text's beginning is no part of the tag.
     """
     if len(think_end_ids) < 2:
         return frozenset(), frozenset()
@@ -186,15 +188,15 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
 
 
 def _is_mark(piece: str) -> bool:
-    """Whether a piece of a vocabulary has no letters and no digits."""
+    """Whether a token's text has no letters and no digits."""
     return bool(piece) and not any(character.isalnum() for character in piece)
 
 
 class Forcing:
-    """The rules for a growing completion. Call `next_token` before each token is sampled.
+    """Says which token is forced next on a growing completion. Call `next_token` before each token is sampled.
 
-    Tokens that were read are not read again, so the list may only grow between two calls. After a preemption or a
-    pause, an equal or longer list may replace the list.
+    Each token is read once, so the list of tokens may only grow between two calls. After a preemption or a pause,
+    another list with the same tokens may be passed.
     """
 
     __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
@@ -243,20 +245,20 @@ class Tags:
     loss_mask: np.ndarray
     """[kept_length] bool, False where a token was forced."""
     interrupted: bool
-    """Whether thinking was cut and the phrase forced."""
+    """Whether thinking was interrupted, that is the phrase was forced."""
     truncated: bool
-    """Whether a budget ended the completion before the policy did."""
+    """Whether a limit of tokens ended the completion before the policy did."""
     answer_start: int | None
     """Index of the first token after thinking; None if thinking did not end."""
     kept_length: int
-    """Number of the completion's tokens without a forced end of sequence."""
+    """Number of tokens of the completion, a forced end of sequence not counted."""
 
 
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
-    """The forced tokens of a finished completion, and whether a budget ended the completion.
+    """Find out which tokens of a finished completion were forced, and how the completion ended.
 
     token_ids: [T] as the engine returned the completion, the forced end of sequence included. Raises ValueError if
-    the engine did not force the plan's tokens: an engine without the plugin, or with another plan.
+    the engine did not force the plan's tokens, since the engine lacks the plugin or had another plan.
     """
     tokens = np.asarray(token_ids)
     length = kept_length = len(tokens)
@@ -267,7 +269,7 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
         forced_until = min(length, plan.cut + len(plan.phrase_ids))
         forced = tuple(tokens[plan.cut : forced_until].tolist())
         if forced != plan.phrase_ids[: len(forced)]:
-            raise ValueError(f"completion tokens from {plan.cut}: {forced} is not the forced phrase")
+            raise ValueError(f"completion tokens from {plan.cut} on: {forced} is not the forced phrase of the plan")
         truncated = len(forced) < len(plan.phrase_ids)
         if not truncated:
             answer_start = forced_until

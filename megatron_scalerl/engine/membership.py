@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(enum.StrEnum):
-    """The state of an engine, which says what the engine is used for."""
+    """The state of an engine, which decides what the engine may be used for."""
 
     STARTING = "starting"
     """The engine's server is being started."""
@@ -39,8 +39,7 @@ class EngineState(enum.StrEnum):
     SERVING = "serving"
     """The engine holds the current policy version and takes requests."""
     HELD = "held"
-    """The engine keeps an older policy version for a measurement, and takes no other requests and no weight update.
-    An eviction ends this, too."""
+    """The engine keeps an older policy version for a measurement: no new rollouts and no weight update."""
     DRAINING = "draining"
     """The engine is evicted: requests are aborted and processes are being ended."""
     LOST = "lost"
@@ -58,30 +57,32 @@ class Member:
     """Name of the engine: engine-N, teacher-... for a teacher, extra-... for an engine that joined."""
     state: EngineState
     epoch: int
-    """Number of state changes of all engines, counted up to this engine's last change."""
+    """Value of `Membership.epoch` after this engine's last change of state."""
     client: EngineClient | None = None
-    """Client of the running server; a server that is started again has another client."""
+    """HTTP client of the running server; each start of a server has a new client."""
     version: int | None = None
-    """Policy version that the engine holds, None before the first weight update."""
+    """Policy version that the engine holds; None before the server's first weight update."""
     reason: str = ""
     """Reason of the eviction or loss, in one line."""
     restarts: int = 0
-    """Number of starts after the first start."""
+    """Number of times that the engine was started again."""
     lost_tokens: int = 0
-    """Tokens that evicted servers of this engine generated and that no client received, in total."""
+    """Number of tokens that evicted servers of this engine generated in vain, as no client received the tokens."""
     given_up: bool = False
-    """True if the engine is not started again."""
+    """True if the engine will not be started again."""
     joined: bool = False
-    """True for an engine that the run did not start: such an engine may leave, and come back under the same name."""
+    """True for an engine that joined the run later, and may leave and come back under the same name."""
     teacher: bool = False
     """True for a teacher, which keeps the same weights and takes no rollouts."""
     devices: float = 0
-    """Devices that the run holds for the engine; a device shared with the trainer counts half. An engine that joined
-    has devices while present. Any other engine has devices until the engine is given up and the host is gone."""
+    """Number of devices (GPUs) that the run holds for the engine; a device shared with the trainer counts half.
+
+    An engine that joined holds devices while present, any other engine until given up and the host is gone.
+    """
 
 
 class Membership:
-    """The engines of a run. All methods run in one event loop.
+    """Keeps the state of all engines of a run. All methods run in one event loop.
 
     `until`, `evicted` and `too_few` wait; every other method returns at once.
     """
@@ -95,16 +96,15 @@ class Membership:
         teachers: Mapping[str, float] | None = None,
         record: Callable[[Member], None] = lambda member: None,
     ):
-        """Create the members engine-0 to engine-N, and the teachers, all of which are starting.
+        """Create `count` members named engine-0, engine-1 and so on, and the teachers, all in the state starting.
 
-        minimum: the run ends when fewer engines are left. devices: of each of the `count` engines. teachers: devices
-        of each teacher, by the engine's name; a teacher that is given up also ends the run. record: called with every
-        changed member.
+        minimum: the run ends when fewer engines are left. devices: number of devices of each of the `count` engines.
+        teachers: name of a teacher's engine -> number of devices; a teacher that is given up also ends the run.
+        record: called with every changed member.
         """
         self.epoch = 0
         self.on_devices: Callable[[float], None] = lambda count: None
-        """Called with every new value of `devices`, after the member has changed. The function must return at
-        once."""
+        """Called with every new value of `devices`, after the member has changed; must return at once."""
         self._minimum = minimum
         self._supervised = True
         self._record = record
@@ -118,9 +118,9 @@ class Membership:
 
     @classmethod
     def of(cls, clients: Sequence[EngineClient], *, version: int | None = 0) -> Membership:
-        """Members for engines that were started elsewhere, and that are never started again.
+        """A Membership of running engines, which are not started again after an eviction.
 
-        version: the policy version that the engines serve; None for stale engines.
+        version: the policy version that the engines serve; None if the engines need a weight update first.
         """
         members = cls(len(clients))
         members._supervised = False
@@ -132,47 +132,47 @@ class Membership:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Every engine, by number."""
+        """All engines and teachers, in order of number."""
         return tuple(self._members)
 
     @property
     def serving(self) -> list[EngineClient]:
-        """Engines that take requests, by number."""
+        """Clients of the engines that take requests, in order of number."""
         return self._clients(EngineState.SERVING)
 
     @property
     def stale(self) -> list[EngineClient]:
-        """Engines that answer and need the current weights, by number."""
+        """Clients of the engines that answer and need the current weights, in order of number."""
         return self._clients(EngineState.STALE)
 
     @property
     def alive(self) -> list[EngineClient]:
-        """Engines that a weight update includes, by number: serving or stale."""
+        """Clients of the engines that take part in a weight update (serving or stale), in order of number."""
         return self._clients(EngineState.SERVING, EngineState.STALE)
 
     @property
     def held(self) -> list[EngineClient]:
-        """Engines that keep an older policy version, by number."""
+        """Clients of the engines that keep an older policy version for a measurement, in order of number."""
         return self._clients(EngineState.HELD)
 
     @property
     def answering(self) -> list[EngineClient]:
-        """Engines that answer, by number; includes engines that are held."""
+        """Clients of all engines that answer (serving, stale or held), in order of number."""
         return self._clients(*_ANSWERING)
 
     @property
     def devices(self) -> float:
-        """Devices that the run holds for the engines now."""
+        """Number of devices that the run holds at present for the engines, teachers not counted."""
         return sum(member.devices for member in self._members if not member.teacher)
 
     def teacher(self, name: str) -> EngineClient | None:
-        """The client of the teacher with this name; None unless the teacher answers."""
+        """The client of the teacher with this name; None if the teacher does not answer at present."""
         return next((m.client for m in self._members if m.name == name and m.state is EngineState.STALE), None)
 
     def add(self, name: str, devices: int) -> int:
-        """Add an engine that joins and whose server is being started; returns the engine's number.
+        """Add an engine that joins the run, and whose server is being started; returns the engine's number.
 
-        An engine that joins again gets the earlier number. No present engine may have the same name.
+        An engine that joins again keeps the earlier number. No present engine may have the name.
         """
         names = [member.name for member in self._members]
         if name not in names:
@@ -184,7 +184,7 @@ class Membership:
         return index
 
     def start(self, index: int) -> None:
-        """Record that the server of engine `index` is being started: for a lost engine, a restart."""
+        """Record that the server of engine `index` is being started; counts a restart if the engine was lost."""
         is_restart = self._members[index].state is EngineState.LOST
         restarts = self._members[index].restarts + is_restart
         self._set(index, state=EngineState.STARTING, restarts=restarts, client=None, version=None)
@@ -192,12 +192,12 @@ class Membership:
     def join(self, index: int, client: EngineClient) -> None:
         """Record that the server of engine `index` answers through `client`.
 
-        The engine serves after a weight update.
+        The engine is stale: requests are sent after a weight update.
         """
         self._set(index, state=EngineState.STALE, client=client, reason="", version=None)
 
     def serve(self, client: EngineClient, version: int) -> None:
-        """Record that an engine holds `version`, the current version.
+        """Record that an engine holds the current policy version and takes requests.
 
         No effect on an engine that was evicted meanwhile.
         """
@@ -205,7 +205,7 @@ class Membership:
             self._set(index, state=EngineState.SERVING, version=version)
 
     def hold(self, client: EngineClient) -> None:
-        """Let a serving engine keep the present version: it gets no new group and no weight update.
+        """Let a serving engine keep the present policy version, without new rollouts and weight updates.
 
         Requests in flight go on.
         """
@@ -222,12 +222,12 @@ class Membership:
             self._set(index, state=EngineState.STALE)
 
     def devices_of(self, client: EngineClient) -> float:
-        """Devices of the engine that answers through `client`; 0 for an evicted engine."""
+        """Number of devices of the engine that answers through `client`; 0 for an evicted engine."""
         index = self._find(client)
         return 0 if index is None else self._members[index].devices
 
     def evict(self, client: EngineClient, reason: str) -> None:
-        """Abort an engine's requests, and mark the engine so that its processes are ended.
+        """Abort an engine's requests, and set the state to draining, so that the launcher ends the processes.
 
         No effect on an engine that is already evicted.
         """
@@ -248,8 +248,8 @@ class Membership:
     def lose(self, index: int, reason: str, *, given_up: bool = False, host_gone: bool = False) -> None:
         """Record that engine `index` has no process.
 
-        given_up: the engine is not started again. host_gone: the devices of an engine that is given up are not held
-        either.
+        given_up: the engine will not be started again. host_gone: the host is gone, so an engine that is given up
+        holds no devices.
         """
         devices = self._members[index].devices
         if self._members[index].joined or (given_up and host_gone):
@@ -265,7 +265,7 @@ class Membership:
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds. The condition is evaluated now and after each change."""
+        """Wait until `condition` holds, which is evaluated now and after each change of an engine's state."""
         while not condition():
             await self._changed.wait()
 
@@ -275,10 +275,10 @@ class Membership:
         return next((m.reason for m in self._members if m.client is client), "evicted")
 
     async def too_few(self) -> None:
-        """Wait until too few engines are left or a teacher is given up, then raise EngineDied."""
+        """Wait until fewer engines than `minimum` are left or a teacher is given up; then raise EngineDied."""
         await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
         if self.left >= self._minimum:
-            raise EngineDied(f"algorithm.teachers: a teacher is given up ({self.given_up_because})")
+            raise EngineDied(f"algorithm.teachers: a teacher is not started again ({self.given_up_because})")
         raise EngineDied(
             f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
@@ -286,7 +286,7 @@ class Membership:
 
     @property
     def left(self) -> int:
-        """Number of engines that are not given up. An engine that joined counts while present."""
+        """Number of engines, without teachers, that are not given up; an engine that joined counts while present."""
         absent_states = (EngineState.DRAINING, EngineState.LOST)
         started_engines = [m for m in self._members if not (m.joined or m.given_up or m.teacher)]
         joined_engines = [m for m in self._members if m.joined and m.state not in absent_states]
@@ -294,7 +294,7 @@ class Membership:
 
     @property
     def given_up_because(self) -> str:
-        """The engines that are given up, and why, in one line."""
+        """Names of the engines that are given up, each with the reason, in one line."""
         return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
 
     def _clients(self, *states: EngineState) -> list[EngineClient]:
@@ -323,7 +323,7 @@ class Membership:
         self._changed = asyncio.Event()
         if member.devices != previous_member.devices:
             self.on_devices(self.devices)
-        # `record` is called last: if `record` fails, nobody waits for this change forever.
+        # `record` is called last: a failure of `record` must not keep waiters from noticing this change.
         self._record(member)
 
 

@@ -1,4 +1,4 @@
-"""Numerics that trainer and engine must share, and the check of both sides. Runs in the controller."""
+"""Checks that an engine computes with the same precision and settings as the trainer. Runs in the controller."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from megatron_scalerl.recipe.file import RecipeError
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """Refuse an engine that does not compute like the trainer.
 
-    Raises ValueError, with the recipe's key, for a difference that the user can change. Raises EngineError where vLLM
-    does not follow the configuration.
+    Raises RecipeError, a ValueError, with the recipe's key if the user can remove the difference. Raises EngineError
+    if vLLM did not follow the configuration.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     temperature = info.attention_temperature
@@ -27,7 +27,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
         (RecipeError, "config.json: attn_temperature_tuning", temperature, info.attention_temperature),
     ):
         if trainer != engine:
-            raise error(f"{key}: the trainer has {trainer}, and the engine {engine}; they have to be equal")
+            raise error(f"{key}: the trainer has {trainer}, but the engine has {engine}; both have to be equal")
     if info.max_model_len < required_len:
         raise RecipeError(
             f"engine.vllm.max_model_len: {info.max_model_len} is too short for sequences of {required_len} tokens"
@@ -35,7 +35,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """vLLM's name of the kind of log-probs to report: of the logits, or of the logits divided by the temperature."""
+    """vLLM's name for log-probs of the logits, or, at a temperature other than 1, of logits / temperature."""
     return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 

@@ -31,7 +31,7 @@ from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
 DEVICE_PROCESSOR = "megatron_scalerl.engine.forced_on_device"
-"""The logits processor of vLLM's V2 model runner."""
+"""Module with the logits processor for vLLM's V2 model runner."""
 SERVER = "megatron_scalerl.engine.server"
 
 OURS = {
@@ -73,18 +73,18 @@ OURS = {
 """Each vLLM option that this package sets -> the recipe key that decides the value; None for a fixed value."""
 
 _DRAFTS = (
-    "proposes tokens with a draft model that gets no weight updates; vLLM does not support forced interruption with "
-    "it, and some of its acceptance rules change the distribution"
+    "proposes tokens with a draft model that gets no weight updates; vLLM supports no forced interruption with a "
+    "draft model, and some acceptance rules change the distribution"
 )
 _STALE = "keeps the KV cache of a prefix after the weights that computed it were replaced"
-_NUCLEUS = "renormalizes over a part of the vocabulary; the trainer's log-probs are over all tokens"
-_PENALTY = "changes logits by earlier tokens, which the trainer does not compute"
-_MASK = "forbids tokens, which the trainer does not compute"
-_REQUEST = "is set in every request"
-_HOSTS = "spreads an engine over hosts, and its processes listen on loopback alone; take smaller engines, or more"
+_NUCLEUS = "samples from a part of the vocabulary only, and the trainer's log-probs are over all tokens"
+_PENALTY = "changes logits depending on earlier tokens, which the trainer does not compute"
+_MASK = "forbids some tokens, and the trainer's log-probs are over all tokens"
+_REQUEST = "is set by this package in every request"
+_HOSTS = "spreads an engine over hosts, but an engine's processes listen on loopback only; take smaller engines"
 
 _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
-"""Values with which options for several hosts mean a single host."""
+"""Option for several hosts -> the value that means a single host, and is allowed."""
 
 CHANGES_SAMPLING = {
     # These are options of engine and server.
@@ -109,12 +109,12 @@ CHANGES_SAMPLING = {
     "logit_bias": "changes logits before sampling, which the trainer does not compute",
     "allowed_token_ids": _MASK,
     "bad_words": _MASK,
-    "min_tokens": "forbids an early end of sequence, which the trainer does not compute",
+    "min_tokens": "forbids an early end of sequence, and the trainer's log-probs are over all tokens",
     "structured_outputs": _MASK,
-    "thinking_token_budget": "forces tokens that would count as sampled; use the interruption section",
-    "stop": "ends completions at strings; only the policy's end-of-sequence tokens may end one",
-    "stop_token_ids": "ends completions at tokens; only the policy's end-of-sequence tokens may end one",
-    "ignore_eos": "continues completions past their end of sequence",
+    "thinking_token_budget": "forces tokens that would count as sampled; use the recipe's interruption section",
+    "stop": "ends completions at strings; only the policy's end-of-sequence tokens may end a completion",
+    "stop_token_ids": "ends completions at tokens; only the policy's end-of-sequence tokens may end a completion",
+    "ignore_eos": "continues completions after the end of sequence",
     "repetition_detection": "ends completions that the policy has not ended",
     "n": _REQUEST,
     "max_tokens": _REQUEST,
@@ -125,9 +125,9 @@ CHANGES_SAMPLING = {
     "headless": _HOSTS,
     "data_parallel_address": _HOSTS,
 }
-"""Each option that changes the sampled token, the end of a completion or the report -> why the option is refused.
+"""Option that changes the sampled tokens, the end of a completion or the reported log-probs -> why refused.
 
-By vLLM 0.32's sampler and options, these have no such effect: max_logprobs (only the sampled token's is requested),
+The following options of vLLM 0.32 have no such effect: max_logprobs (only the sampled token's is requested),
 reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config (effective for requests that ask
 for such outputs), use_fp64_gumbel and enable_batch_sharded_sampling (other arithmetic of the same sampling).
 """
@@ -136,25 +136,31 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank (vllm/config/lora.py)."""
 
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
-"""Group of entry points that vLLM loads into every engine unconditionally."""
+"""Group of entry points with logits processors that vLLM loads into every engine unconditionally."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,
     "kv_cache_memory_bytes": 256 << 20,
 }
-"""Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is split
-would rewind a generator that on CPUs has no offset, and crash the engine (gpu_model_runner.py,
-_bookkeeping_sync). With an explicit KV cache size: by default vLLM takes a share of all memory."""
+"""Default options of vLLM on CPUs.
+
+No torch.compile, which gains nothing and needs a compiler. No chunked prefill: a seeded request whose prompt is split
+would rewind a generator that on CPUs has no offset, and crash the engine (gpu_model_runner.py, _bookkeeping_sync). An
+explicit size of the KV cache, since by default vLLM takes a share of all memory.
+"""
 
 GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
-"""The Triton backend for mixtures of experts. Other backends, such as the default on Blackwell, rearrange the
-experts' weights, which updates then cannot write in place."""
+"""Default options of vLLM on GPUs: the Triton backend for mixtures of experts.
+
+Other backends, such as the default on Blackwell, rearrange the experts' weights, so that weight updates cannot write
+the weights in place.
+"""
 
 
 @cache
 def vllm_options() -> frozenset[str]:
-    """Names of vLLM's engine and server options. Raises ValueError where vLLM is not installed."""
+    """Names of vLLM's engine and server options. Raises ValueError if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("engine: vllm is not installed; install it with tools/install.sh")
@@ -169,7 +175,7 @@ def vllm_options() -> frozenset[str]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
-    assert {"max_model_len", "middleware"} <= names, f"vLLM does not define its options in {list(classes)}"
+    assert {"max_model_len", "middleware"} <= names, f"vLLM defines no options in {list(classes)}"
     return frozenset(names)
 
 
@@ -185,8 +191,8 @@ def on_cpu() -> bool:
 def training_seeds(recipe: Recipe) -> bool:
     """Whether training requests carry a seed.
 
-    With a seed, another engine draws the same completion after an eviction. vLLM's V1 runner on GPUs then launches
-    one sampling kernel for each sequence and token, so there only deterministic runs have seeds.
+    With a seed, another engine draws the same completion after an eviction. But vLLM's V1 runner on GPUs launches one
+    sampling kernel for each seeded sequence and token, so that there only deterministic runs have seeds.
     """
     return on_cpu() or recipe.rollouts.deterministic or recipe.rollouts.routing_replay
 
@@ -203,7 +209,7 @@ def check_options(options: dict[str, Any]) -> None:
     """
     for name in ("distributed_executor_backend", "data_parallel_backend"):
         if options.get(name) == "ray":
-            raise ValueError(f"engine.vllm.{name}: the launcher starts and ends an engine's processes itself")
+            raise ValueError(f"engine.vllm.{name}: ray cannot be used, as the launcher starts the processes itself")
     for name in options:
         if name in CHANGES_SAMPLING and options[name] not in (None, _ONE_HOST.get(name)):
             raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")
@@ -221,8 +227,8 @@ def check_options(options: dict[str, Any]) -> None:
     plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
     if plugins:
         raise ValueError(
-            f"{_PROCESSOR_PLUGINS}: vLLM applies the installed {', '.join(plugins)} to every request, and the "
-            "trainer does not; uninstall it"
+            f"{_PROCESSOR_PLUGINS}: vLLM applies the installed {', '.join(plugins)} to every request, but the "
+            "trainer does not; uninstall the package"
         )
 
 
@@ -234,7 +240,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
-    """Arguments of vLLM's OpenAI server, except the arguments of `certificate.certificate_arguments`.
+    """Command-line arguments of vLLM's OpenAI server, without the arguments for TLS (`engine.certificate`).
 
     Raises ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
@@ -286,8 +292,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         options |= _routing_options() | {"logits_processors": [f"{DEVICE_PROCESSOR}:ForcedTokens"]}
     if recipe.engine.vllm.get("enable_expert_parallel") and recipe.engine.vllm.get("data_parallel_size", 1) != 1:
         raise ValueError(
-            "engine.vllm.enable_expert_parallel works with data_parallel_size 1 alone, since vLLM only says of the "
-            f"first rank which experts it has; data_parallel_size is {recipe.engine.vllm['data_parallel_size']!r}"
+            "engine.vllm.enable_expert_parallel works only with data_parallel_size 1, since vLLM reports only the "
+            f"experts of the first rank; data_parallel_size is {recipe.engine.vllm['data_parallel_size']!r}"
         )
     if recipe.rollouts.deterministic:
         options |= _deterministic_options(recipe.engine.vllm)
@@ -295,7 +301,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
 
 
 def _adapter_options(lora: LoraSection) -> dict[str, Any]:
-    """Options for a slot that takes adapters of at least this rank, and for an adapter in the slot."""
+    """Options with which vLLM serves a LoRA adapter of this rank, which weight updates then replace."""
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
@@ -306,17 +312,20 @@ def _adapter_options(lora: LoraSection) -> dict[str, Any]:
 
 
 def _routing_options() -> dict[str, Any]:
-    """Options that vLLM needs to report expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
+    """Options with which vLLM reports expert choices. Raises ValueError if the CPU build is installed."""
     if on_cpu():
         raise ValueError(
-            "rollouts.routing_replay: the V2 model runner of vLLM for GPUs reports expert choices, and the CPU build "
-            "is installed"
+            "rollouts.routing_replay: only vLLM for GPUs (V2 model runner) reports expert choices, and vLLM's "
+            "CPU build is installed"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
 
 def _deterministic_options(user_options: dict[str, Any]) -> dict[str, Any]:
-    """Options for rollouts.deterministic, with which the requests that share a batch do not depend on time."""
+    """Options for rollouts.deterministic, with which timing does not decide which requests share a batch.
+
+    Raises ValueError for a contradicting option of the user.
+    """
     for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
         if user_options.get(name, expected) != expected:
             raise ValueError(
@@ -353,7 +362,7 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def engine_command(arguments: list[str]) -> list[str]:
-    """The whole command line of the server."""
+    """The command line that starts the server of an engine with these arguments."""
     return [sys.executable, "-m", SERVER, *arguments]
 
 
@@ -366,7 +375,7 @@ def engine_environment(
     devices: str,
     interface: str = LOOPBACK,
 ) -> dict[str, str]:
-    """The server's environment.
+    """The environment variables of an engine's server.
 
     ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on the server's
     address. devices: CUDA_VISIBLE_DEVICES of this engine. interface: the route to other members of the weight group,
@@ -375,7 +384,7 @@ def engine_environment(
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # Only the V2 model runner reports expert choices. Its interface for logits processors is another.
+        # Only the V2 model runner reports expert choices. The V2 runner has another interface for logits processors.
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",

@@ -1,4 +1,4 @@
-"""Rounds: requests that reach paused engines together, and run there alone.
+"""Runs requests in rounds: a round's requests reach paused engines together, and run without other requests.
 
 Used by `rollouts.deterministic`. The last bits of a request's result depend on the requests that share a batch, and
 the batches on the order and the time of arrival. In a round neither varies: the engines are paused, every request is
@@ -8,7 +8,7 @@ asynchronous scheduling, see `engine.options`).
 
     begin --> pause --> submit (caller) --> go: wait until the engines hold all requests --> resume
 
-Two rounds never overlap, nor does anything else use the engines meanwhile: the caller sees to that.
+The caller makes sure that two rounds never overlap, and that nothing else uses the engines during a round.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _POLL_S = 0.01
 
 
 class Round:
-    """One round. Its engines are paused until `go`."""
+    """One round of requests, whose engines are paused until `go`."""
 
     def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float):
         self._engines = engines
@@ -38,13 +38,13 @@ class Round:
         return len(self._members)
 
     def engine(self, rank: int) -> EngineClient:
-        """The engine for the request with this rank."""
+        """The engine to which the request with this rank in the round has to be sent."""
         return self._members[rank % len(self._members)]
 
     async def go(self, requests: Sequence[EngineClient]) -> None:
-        """Wait until the engines hold the submitted requests, then resume the engines.
+        """Wait until the engines have received all submitted requests, then resume the engines.
 
-        requests: the engine of each request. An engine that does not receive the requests in time, or fails, is
+        requests: for each request, the engine. An engine that fails, or does not receive the requests in time, is
         evicted.
         """
         counts = Counter(requests)
@@ -60,8 +60,8 @@ class Round:
         except TimeoutError:
             self._engines.evict(
                 engine,
-                f"{engine.name}: it holds {received} of {count} requests and has not resumed within "
-                f"{self._timeout_s:g} s of their submission (weights.timeout_s)",
+                f"{engine.name}: the engine has {received} of {count} requests and has not resumed within "
+                f"{self._timeout_s:g} s of submission (weights.timeout_s)",
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))
@@ -71,7 +71,7 @@ class Rounds:
     """Starts rounds on the engines of a run."""
 
     def __init__(self, engines: Membership, *, timeout_s: float):
-        """timeout_s: an engine that needs longer to pause, or to receive the requests, is evicted."""
+        """timeout_s: time limit for an engine to pause, and to receive the requests, before eviction (s)."""
         self._engines = engines
         self._timeout_s = timeout_s
 
@@ -93,7 +93,7 @@ class Rounds:
                 await engine.pause(clear_cache=False)
         except TimeoutError:
             self._engines.evict(
-                engine, f"{engine.name}: did not pause within {self._timeout_s:g} s (weights.timeout_s)"
+                engine, f"{engine.name}: the engine did not pause within {self._timeout_s:g} s (weights.timeout_s)"
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))

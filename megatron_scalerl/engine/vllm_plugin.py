@@ -34,7 +34,7 @@ from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 
 def register() -> None:
-    """Register our weight-transfer backend with vLLM, and set up this process. Idempotent."""
+    """Register this package's weight-transfer backend with vLLM, and set up this process. Idempotent."""
     # Only an engine of a run has this variable.
     if NAME_VARIABLE in os.environ:
         log_to_stderr("vllm")
@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """On CPUs, keep linear layers' weights where updates can write. Idempotent.
+    """Patch vLLM on CPUs to keep the weights of linear layers, so that weight updates can write there. Idempotent.
 
     vLLM 0.32.0 packs the weights for oneDNN or SGL's kernel after loading and empties the parameters. The packed copy
     is made again after every update (`live_weights.LiveWeights.finish`).
@@ -72,10 +72,10 @@ def _keep_linear_weights() -> None:
 
 
 def _keep_adapter() -> None:
-    """Start with an adapter of zeros that stays where updates write (`weights.adapter_slot`). Idempotent.
+    """Patch vLLM to start with a LoRA adapter of zeros, and to keep the adapter during weight updates. Idempotent.
 
-    vLLM 0.32.0 loads an adapter from a path alone. Every weight update removes the adapter (gpu_worker.py,
-    finish_weight_update), and the next batch would load the adapter again.
+    vLLM 0.32.0 can load an adapter only from a path. Without the patch, every weight update would remove the adapter
+    (gpu_worker.py, finish_weight_update), and the next batch would load the adapter again (`weights.adapter_slot`).
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -88,13 +88,13 @@ def _keep_adapter() -> None:
 
 
 class SecretMiddleware:
-    """Refuses HTTP and WebSocket requests without the run's secret; reports to the parent that the server is up."""
+    """Refuses HTTP and WebSocket requests without the run's secret, and tells the parent when the server is up."""
 
     def __init__(self, app: Any):
         self._app = app
         self._secret = os.environ.get("MSRL_SECRET", "").encode()
         if not self._secret:
-            raise ValueError("MSRL_SECRET: the environment does not hold the run's secret")
+            raise ValueError("MSRL_SECRET: the environment variable with the run's secret is not set")
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -143,7 +143,7 @@ def _reporting(send: Any) -> Any:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forced interruption of the requests in vLLM's batch that carry a plan, by row.
+    """Forces tokens on the requests in vLLM's batch that have an interruption plan.
 
     vLLM passes each request's own list of output tokens, which grows as tokens are sampled. The list is read when the
     logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
@@ -166,11 +166,11 @@ class ForcedTokens(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the requests that vLLM adds, removes and moves."""
+        """Keep the plan of each row up to date when vLLM adds, removes or moves requests in the batch."""
         process_dict_updates(self._rows, batch_update, _start)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave only the forced token in each row whose next token is forced: all other logits become -inf.
+        """Force tokens: in each row whose next token is forced, all logits but the forced token's become -inf.
 
         logits: [batch, vocabulary].
         """
@@ -215,10 +215,9 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """This worker's needs of a manifest's tensors, or REFUSED and the reason if the tensors do not fit the
-        worker's model.
+        """The needs of this worker in a weight update, or REFUSED and the reason if the trainer's tensors do not fit.
 
-        manifest: JSON of `plan.manifest_to_json`. The needs are JSON of `plan.needs_to_json`.
+        manifest: the trainer's tensors, JSON of `plan.manifest_to_json`. The result is JSON of `plan.needs_to_json`.
         """
         from megatron_scalerl.weights.weight_receiver import needs_of
 
@@ -228,14 +227,13 @@ class WorkerExtension:
             return REFUSED + str(error)
 
     def msrl_live_digest(self) -> str:
-        """Digest of the present values in this worker's model (hex); empty where only the model's loader knows the
-        values."""
+        """Digest (hex) of the weights in this worker's model; empty if only the model's loader knows the values."""
         from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def msrl_abandon_update(self) -> None:
-        """Forget a weight update that was started and not finished. No effect if there is none.
+        """Forget a weight update that was started but not finished. No effect without an unfinished update.
 
         vLLM 0.32.0 refuses to start a second update before the first has ended, and has no call that ends an update.
         The next update discards the model's state (`weights.weight_receiver`).
@@ -254,10 +252,10 @@ def _attention_temperature(model: torch.nn.Module) -> bool | None:
 
 @torch.inference_mode()
 def _probe_head(model: Any, config: Any) -> tuple[int, str]:
-    """(rows of the logits, precision of the projection), measured on the logits of two synthetic hidden states.
+    """(number of logits per token, precision of the projection), measured on two synthetic hidden states.
 
-    Logits that were computed in bfloat16 have 8 significant bits, even after a cast to float32. Of thousands of
-    logits that were computed in float32, practically none has so few bits.
+    Logits that were computed in bfloat16 have 8 significant bits, even after a cast to float32. Among thousands of
+    logits that were computed in float32, practically always some have more bits.
     """
     width = config.get_hidden_size()
     device = next(model.parameters()).device

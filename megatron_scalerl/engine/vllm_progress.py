@@ -1,4 +1,4 @@
-"""Counts tokens in vLLM's server process, where tokens arrive from the engine's cores.
+"""Counts generated tokens in vLLM's server process, to which the engine's cores send all tokens.
 
 `python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
 separate process, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
@@ -17,7 +17,7 @@ _tokens: Counter[int] = Counter()
 
 
 def count_tokens() -> None:
-    """Start counting tokens. Call once, before the engine is built."""
+    """Patch vLLM to count tokens. Call once, before the engine is built."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:
@@ -29,9 +29,9 @@ def count_tokens() -> None:
 
 
 def progress(engine: Any) -> EngineProgress:
-    """Progress of the cores. engine: the server's AsyncLLM."""
+    """The token and request counts of all cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
-    assert isinstance(client, AsyncMPClient), f"cores of {type(client).__name__} are not behind sockets"
+    assert isinstance(client, AsyncMPClient), f"no tokens are counted for {type(client).__name__}"
     ranks = client.engine_ranks_managed
     # The client has this attribute only where it chooses among several cores.
     of_request = getattr(client, "reqs_in_flight", {})

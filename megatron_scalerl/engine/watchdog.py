@@ -1,4 +1,4 @@
-"""Detects an engine that hangs: requests in flight, and no token for too long. Runs in the controller.
+"""Detects an engine that hangs, that is has requests but produces no token for too long. Runs in the controller.
 
     poll --> no answer for stall_timeout_s, or a core has exited       \\
          --> StallClock: a core has requests and produces no token      > EngineDied --> evicted, started again
@@ -25,11 +25,11 @@ _POLLS = 20
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
 _MIN_PEER_RATES = 2
-"""LagClock judges an engine only if at least this many other engines have a rate."""
+"""Number of other engines with a known rate that LagClock needs to judge an engine."""
 
 
 class EngineDied(RuntimeError):
-    """The server exited, does not respond or produces no tokens; the message names the engine."""
+    """An engine's server exited, does not respond or produces no tokens; the message names the engine."""
 
 
 class StallClock:
@@ -42,7 +42,7 @@ class StallClock:
         self._stalled_s: dict[int, float] = {}
 
     def update(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, elapsed_s: float) -> str | None:
-        """Add one poll, and return a description of the stall; None without a stall.
+        """Add the result of one poll; returns a description of the stall, or None without a stall.
 
         in_flight: requests that the client is waiting for. paused: whether the engine is paused. elapsed_s: seconds
         since the last poll.
@@ -73,13 +73,13 @@ class StallClock:
 class LagClock:
     """Compares the rates of a run's engines, and measures how long each engine has lagged.
 
-    The rate is tokens per second and decoding request. The rate does not depend on the lengths of completions. The
-    rate does depend on the number of requests that an engine decodes at once: with more requests, each gets fewer
-    tokens a second.
+    The rate is tokens per second and decoding request. The rate does not depend on the lengths of completions, but on
+    the number of requests that an engine decodes at once: with more requests, each request gets fewer tokens a
+    second.
 
-    The stream gives work to the engine with the least work (`rollouts.stream`), which keeps these numbers alike while
-    there is work for all. engine.min_relative_rate has to leave room for exceptions, such as a full engine while the
-    other engines have the last completions of a batch.
+    The stream gives work to the engine with the least work (`rollouts.stream`), so that engines decode similar
+    numbers of requests while there is work for all. engine.min_relative_rate has to leave room for exceptions, such
+    as a full engine while the remaining engines have the last completions of a batch.
     """
 
     def __init__(self, settings: EngineSection):
@@ -89,11 +89,10 @@ class LagClock:
         self._lagging_s: dict[str, float] = {}
 
     def update(self, name: str, *, tokens: int, decoding: int, elapsed_s: float) -> str | None:
-        """Add one poll of an engine that was neither idle nor paused; returns a description of the lag, None without
-        a lag.
+        """Add one poll of an engine that is not paused; returns a description of the lag, or None without a lag.
 
-        tokens: generated since the last poll. decoding: requests that have a token. elapsed_s: seconds since the last
-        poll.
+        tokens: number generated since the last poll. decoding: number of requests that have a token. elapsed_s:
+        seconds since the last poll.
         """
         if not decoding or elapsed_s <= 0:
             return None
@@ -106,13 +105,13 @@ class LagClock:
         if self._lagging_s[name] < self._limit_s:
             return None
         return (
-            f"generated {rate:.3g} tokens a second and request for {self._lagging_s[name]:.3g} s, below "
+            f"generated {rate:.3g} tokens per second and request for {self._lagging_s[name]:.3g} s, less than "
             f"{self._share:g} of the median of {len(peer_rates)} other engines, {statistics.median(peer_rates):.3g} "
             "(engine.min_relative_rate)"
         )
 
     def forget(self, name: str) -> None:
-        """Drop the rate of an engine that has left."""
+        """Drop the rate of an engine that has left the run."""
         self._rates.pop(name, None)
         self._lagging_s.pop(name, None)
 
@@ -140,7 +139,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
                 ) from None
             continue
         if progress.dead:
-            raise EngineDied(f"{client.name} lost a core")
+            raise EngineDied(f"{client.name} lost a core: a process of vLLM's engine exited")
         answered = time.monotonic()
         # Time in which this process was suspended does not count against the engine.
         elapsed = min(answered - polled, limit / 4)

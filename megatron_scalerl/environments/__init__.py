@@ -1,1 +1,1 @@
-"""Environments: the policy's counterparts in episodes of several turns."""
+"""Runs environments, with which the policy interacts in episodes of several turns."""

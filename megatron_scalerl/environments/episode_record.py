@@ -1,5 +1,7 @@
-"""The record of the latest episodes. A share of lost episodes above WARNED_SHARE is logged; a share above a half
-ends the run."""
+"""Records how the latest episodes ended.
+
+A warning is logged if more than WARNED_SHARE of the episodes are lost; the run ends if more than half are lost.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +16,46 @@ logger = logging.getLogger(__name__)
 WARNED_SHARE = 0.05
 """Share of lost episodes, among the latest RECENT episodes, above which a warning is logged."""
 MOST_BAD_ROWS = 8
-"""Number of distinct rows with a lost episode below which the run goes on.
+"""Number of distinct rows with a lost episode below which no loss ends the run.
 
-The run also goes on if the lost episodes are of fewer than a quarter of the rows of the latest RECENT episodes (of
-all rows at first).
+If the latest RECENT episodes (at first, all episodes) have few distinct rows, a quarter of these rows is the number.
 """
 
 
 @dataclass(eq=False)
 class Fate:
-    """The entry of an episode in the record."""
+    """The entry of one episode in the record: failed tries, and the reason if the episode is lost."""
 
     row: bytes
     """Digest of the episode's row."""
     failing: bool = False
-    """Whether the last try has failed."""
+    """Whether the latest try of a call has failed."""
     noted: bool = False
-    """Whether the episode has ended, or a try has failed."""
+    """Whether the episode is in `_noted`: the episode has ended, or a try has failed."""
     problem: str = ""
     """The reason of the loss; empty for an episode that is not lost."""
     actions: str = ""
-    """The row, and the policy's responses, for a warning."""
+    """The row and the policy's responses as text, for a warning about a lost episode."""
 
 
 class EpisodeRecord:
-    """The ends of a pool's latest episodes."""
+    """The latest episodes of a pool, and whether too many episodes are lost."""
 
     def __init__(self, subject: str):
-        """subject: start of each warning, the key of the recipe."""
+        """subject: the recipe's key of the environment, with which each warning begins."""
         self._subject = subject
         self._outages = outages.Outages("episodes")
         self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
         """Episodes that have ended."""
         self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
-        """Episodes that have ended or failed once, in the order of this event.
+        """Episodes in the order of the first failed try, or of the end for an episode without a failed try.
 
-        In the order of ends, failures would come late, as failed calls are tried again.
+        In the order of ends a failed episode would come late, as failed calls are tried again.
         """
         self._rows: set[bytes] = set()
         """Digests of the rows of all episodes so far."""
         self._warned = 0
-        """Lost episodes at the last warning."""
+        """Number of lost episodes at the last warning."""
 
     def begin_episode(self, row: bytes) -> Fate:
         """Start a new episode of a row; returns the episode's entry."""
@@ -62,7 +63,7 @@ class EpisodeRecord:
         return Fate(row)
 
     def record_try(self, fate: Fate, *, failed: bool) -> None:
-        """Record a try of a call."""
+        """Record whether a try of a call in an episode has failed."""
         fate.failing = failed
         if failed and not fate.noted:
             fate.noted = True
@@ -74,8 +75,7 @@ class EpisodeRecord:
         return 2 * sum(failures) < len(failures)
 
     def record_end(self, fate: Fate) -> RuntimeError | None:
-        """Record the end of an episode. Returns the error that ends the run if too many episodes are lost, else
-        None."""
+        """Record the end of an episode; returns the error that ends the run if too many episodes are lost."""
         self._latest.append(fate)
         if not fate.noted:
             fate.noted = True
@@ -93,16 +93,16 @@ class EpisodeRecord:
         return end
 
     def _warn(self, lost: list[Fate]) -> None:
-        """Warn of lost episodes. The warning is repeated when their number has doubled."""
+        """Log a warning if too many episodes are lost; repeats the warning when the number has doubled."""
         limit = WARNED_SHARE * outages.RECENT
         if len(lost) <= limit / 2:
             self._warned = 0
         if len(lost) > limit and len(lost) >= 2 * self._warned:
             self._warned = len(lost)
             logger.warning(
-                "%s: %d of the latest %d episodes are lost. The first of them, %s, failed so:\n%s\n"
-                "If an action of the policy is malformed, return an observation that says so; if a failure that "
-                'repeats with the same actions is to be wrong, say repeated_failure = "wrong" in the class.',
+                "%s: %d of the latest %d episodes are lost. The first lost episode, %s, failed with:\n%s\n"
+                "If an action of the policy is malformed, return an observation that says so. If a failure that "
+                'repeats with the same actions should count as wrong, set repeated_failure = "wrong" in the class.',
                 self._subject,
                 len(lost),
                 len(self._latest),

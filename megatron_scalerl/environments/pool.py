@@ -27,8 +27,8 @@ A class with `run` has one call, which may take as long as the agent asks the po
 responses to replay: the run begins anew, and the session repeats the earlier answers. After two ends of the process,
 a run is tried alone: not earlier, as a run takes minutes.
 
-After the last try an episode fails, and is lost: no share of failures tells an outage from a policy that breaks its
-tool. The exception is a class that says `repeated_failure = "wrong"`. There the last try is made alone in a fresh
+After the last try an episode fails, and is lost, since a share of failures cannot tell an outage from a policy that
+breaks its tool. A class with `repeated_failure = "wrong"` is the exception: the last try is made alone in a fresh
 process, and a failure of the class (`types.ENDS`) that repeats the failure before is paid as wrong, while fewer than
 half of the latest episodes of other rows have failed. Where more than half of the latest episodes are lost, the pool
 ends, and every call raises RuntimeError (`environments.episode_record`).
@@ -92,43 +92,44 @@ SHOWN_CHARS = 500
 
 
 class EnvironmentFailed(RuntimeError):
-    """An episode cannot go on; `end` says who ended the episode, and whether the episode is paid.
+    """An episode cannot go on. `end` says who ended the episode, and whether the episode gets a reward.
 
-    The policy's own failure is `paid`, as wrong, by a class with `repeated_failure = "wrong"`.
+    With `repeated_failure = "wrong"` in the class, a failure that the policy causes gets the reward of a wrong
+    answer.
     """
 
     def __init__(self, problem: str, *, reason: str):
-        """reason: key in `ENDS` of an end that is not paid."""
+        """reason: key in `types.ENDS` of an end without a reward."""
         super().__init__(problem)
         self.end: EpisodeEnd = ENDS[reason]
 
 
 @record
 class Turn:
-    """The environment's result for a response."""
+    """The environment's result for one response of the policy."""
 
     messages: tuple[Message, ...]
-    """Messages with role (user or tool; from reset also system) and content (str); other values are scalars."""
+    """Messages for the policy, each with role (user or tool; from reset also system), content (str) and scalars."""
     reward: bool | float | None
-    """At most MOST_REWARD, absolutely."""
+    """The reward of this turn, from -MOST_REWARD to MOST_REWARD; None without a verdict."""
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Session(Protocol):
-    """An agent's counterpart while `run` is in progress. Implemented in `rollouts.agents`."""
+    """Answers the requests of an agent while the agent's `run` is in progress. Implemented in `rollouts.agents`."""
 
     def begin(self) -> Agent:
         """Start a try; returns the argument of `run`. Requests of earlier tries get the same answers again."""
 
     def end(self) -> None:
-        """End a try. Code of the try that still runs can ask nothing."""
+        """End a try: later requests of code that still runs are refused."""
 
     async def silent(self) -> None:
-        """Return once the agent has asked nothing for environment.timeout_s."""
+        """Return once the agent has sent no request for environment.timeout_s seconds."""
 
     def responses(self) -> Sequence[str]:
-        """The answers of the last try. The list is empty if the try did not repeat all requests of earlier tries."""
+        """The policy's answers in the last try; empty if the try did not repeat all requests of earlier tries."""
 
 
 Argument = Response | Session | None
@@ -136,24 +137,23 @@ Argument = Response | Session | None
 
 
 class _Process(Worker):
-    """A process with many episodes; `ready` replaces a process that has ended."""
+    """A process that runs many episodes; `ready` starts a new process in place of a process that has ended."""
 
     def __init__(self, name: str, program: Program, counters: Counter[str]):
         super().__init__(name, program)
         self.episodes: set[Episode] = set()
         self._counters = counters
         self._works = False
-        """False before the start by `ready`, and once the end of the process was noticed."""
+        """Whether `ready` has started the process, and no end of the process was noticed since."""
         self._started = False
         self.failures = 0
-        """Number of calls in a row that failed."""
+        """Number of failed calls in a row, outages not counted."""
         self._problem = ""
-        """Last line of the last failure."""
+        """Last line of the latest failure's traceback."""
         self.local_failures = 0
-        """Number of failures whose calls then succeeded in another process. Each call was begun after the last
-        such success."""
+        """Number of calls that failed here and then succeeded in another process."""
         self._success_elsewhere_s = 0.0
-        """Time of the last such success (time of the loop)."""
+        """Time at which a call that failed here last succeeded in another process (time of the event loop, s)."""
 
     async def ready(self) -> None:
         """Start the process if it does not run. Raises EnvironmentFailed."""
@@ -171,9 +171,9 @@ class _Process(Worker):
             self._started = True
 
     async def call(self, request: Request, session: Session | None = None) -> Reply:
-        """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for values that are no JSON.
+        """The reply to a request. If the caller is cancelled, the call goes on, so that no call hangs unnoticed.
 
-        The call of a cancelled caller goes on, so that no call hangs unnoticed.
+        Raises EnvironmentFailed, and TypeError or RecursionError for values that are no JSON.
         """
         self._number += 1
         # The request is sent before this task can be suspended, because the process may end then.
@@ -185,7 +185,7 @@ class _Process(Worker):
             reply = msgspec.json.decode(frame[1], type=Reply)
         except (ValueError, RecursionError):
             await self.end()
-            raise EnvironmentFailed(f"{self.name}: bytes in its socket that are no reply", reason="died") from None
+            raise EnvironmentFailed(f"{self.name}: the process sent bytes that are no reply", reason="died") from None
         if not reply.failure:
             self.failures = 0
             self.local_failures = 0
@@ -196,21 +196,22 @@ class _Process(Worker):
         return reply
 
     def leave(self, episode: int) -> None:
-        """Close an episode unless the process has ended."""
+        """Tell the process to close an episode; does nothing if the process has ended."""
         if self._works:
             self.send(0, encoded(Request(episode=episode)))
 
     async def empty(self) -> None:
-        """End a process that may harm the next call: a call of a cancelled caller goes on there, or a failure may
-        have spoiled the process."""
+        """End the process if a call is still in progress or the latest call failed, since the next call might fail
+        as well."""
         if self._replies or self.failures:
             await self.end()
 
     async def succeeded_elsewhere(self, begin_s: float) -> None:
-        """Note that a call which failed here has succeeded in another process. Several such calls replace this
+        """Note that a call which failed here has succeeded in another process; MOST_FAILURES calls replace this
         process.
 
-        begin_s: start of the call that failed. Calls that failed together count once: an outage may have ended.
+        begin_s: start of the failed call (time of the event loop). Calls that failed together count once, since an
+        outage may have ended.
         """
         if not self.failures or begin_s < self._success_elsewhere_s:
             return
@@ -222,7 +223,8 @@ class _Process(Worker):
     async def end(self, hung: object = None, *, computing: bool = False, cause: str = "") -> None:
         """Kill the process. All calls fail, and all episodes leave the process.
 
-        hung: the future of a call that exceeded the limit, `computing` or not. cause: the reason of a replacement.
+        hung: the future of the call that exceeded the time limit, and was `computing` or waiting. cause: the reason
+        of a replacement.
         """
         replies = self._replies
         self._replies = {}
@@ -235,7 +237,7 @@ class _Process(Worker):
         code = await self.kill()
         end = cause or end_of(code)
         if hung is not None:
-            end = f"no answer within {self._program.timeout_s:g} s"
+            end = f"no answer within {self._program.timeout_s:g} s (environment.timeout_s)"
         for reply in replies.values():
             failure = EnvironmentFailed(f"{self.name}: {end}", reason="died")
             if reply is hung:
@@ -252,7 +254,7 @@ class _Process(Worker):
             await self.end()
 
     async def _within_limits(self, reply: asyncio.Future[Any], episode: int, session: Session | None) -> Any:
-        """The frame that is the reply to a call, or an EnvironmentFailed."""
+        """The frame with the reply to a call, or an EnvironmentFailed if the call exceeds the time limits."""
         limit_s = self._program.timeout_s
         if session is not None:
             limit_s = 0.0
@@ -273,7 +275,7 @@ class _Process(Worker):
         return await reply
 
     def connection_lost(self, problem: Exception | None) -> None:
-        """End a process that has ended, or sent something else than replies."""
+        """Fail all calls, since the process has ended or has sent data that are no replies."""
         if self._works:
             self._end = asyncio.create_task(self.end())
         else:
@@ -281,21 +283,21 @@ class _Process(Worker):
 
 
 class EnvironmentPool:
-    """Environment processes, from start to end of `async with`.
+    """The environment processes of a run, which `async with` starts and ends.
 
-    `tools`, `repeated_failure`, `agent`: declarations of the user's class. `counters`: episodes (resets and
-    runs), steps, replays, restarts of processes, and failed episodes by reason.
+    `tools`, `repeated_failure`, `agent`: declarations of the user's class. `counters`: numbers of episodes (resets
+    and runs), steps, replays and restarts of processes, and of failed episodes for each reason.
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path, name: str = "environment"):
         """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
-        """Number of the next episode in a process."""
+        """Numbers for episodes; an episode gets the next number in each process that the episode enters."""
         self.subject = f"environment.name {section.name!r}"
         self.record = EpisodeRecord(self.subject)
         self.warned_reasons: set[str] = set()
-        """Reasons of paid failures of which a warning was already logged."""
+        """Reasons of failures that counted as wrong and of which a warning was already logged."""
         assert section.name is not None
         setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
@@ -312,14 +314,14 @@ class EnvironmentPool:
         count = section.workers or default_workers()
         self._processes = [_Process(f"{name}-{n}", program, self.counters) for n in range(count)]
         self.extra = [_Process(f"{name}-{count + n}", program, self.counters) for n in range(count)]
-        """Extra processes, for calls that are made alone."""
+        """Extra processes, in which one call at a time is tried alone."""
         self.idle_extras: asyncio.Queue[_Process] = asyncio.Queue()
-        """Extra processes that no call uses. The start fills the queue."""
+        """Extra processes that no call uses at present; `__aenter__` fills the queue."""
 
     async def __aenter__(self) -> EnvironmentPool:
         """Start all processes. Raises ValueError, in one line, if the class cannot be used or no process starts."""
         self.end_error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future of the error that ended the pool."""
+        """Future that gets the error which ends the pool."""
         try:
             await asyncio.gather(*(process.ready() for process in self._processes))
         except BaseException as problem:
@@ -342,7 +344,7 @@ class EnvironmentPool:
         await asyncio.gather(*(process.close() for process in (*self._processes, *self.extra)))
 
     def end(self, problem: RuntimeError | None) -> None:
-        """Raise a problem, if there is one, in every pending and later call."""
+        """End the pool with a problem, which every pending and later call raises; does nothing for None."""
         if problem is not None and not self.end_error.done():
             self.end_error.set_exception(problem)
             # asyncio reports an exception that nobody retrieves, so the exception is retrieved here.
@@ -354,13 +356,13 @@ class EnvironmentPool:
         return [process.pid for process in (*self._processes, *self.extra) if process.pid is not None]
 
     def emptiest(self, failed_tries: Mapping[_Process, Any]) -> _Process:
-        """The process with the fewest episodes, if possible not in `failed_tries` and without a failed last call."""
+        """The process with the fewest episodes, if possible not in `failed_tries` and without recent failures."""
         return min(
             self._processes, key=lambda process: (process in failed_tries, process.failures, len(process.episodes))
         )
 
     def episode(self, row: dict[str, Any]) -> Episode:
-        """An episode of a row, for one caller and `async with`."""
+        """A new episode of a row, for `async with` and a single caller."""
         return Episode(self, row)
 
 
@@ -385,7 +387,7 @@ class Episode:
         self.metrics: dict[str, float] = {}
         """The latest value of each metric."""
         self._past_calls: list[tuple[Argument, bytes]] = []
-        """(argument, digest of the result) of each call so far, beginning with reset."""
+        """(argument, digest of the result) of each successful call so far, beginning with reset, for replays."""
 
     async def __aenter__(self) -> Episode:
         return self
@@ -400,7 +402,7 @@ class Episode:
             self._pool.record.record_end(self._fate)
 
     async def reset(self) -> tuple[Message, ...]:
-        """Begin the episode, once; returns the first messages."""
+        """Begin the episode and return the environment's first messages; called once."""
         self._pool.counters["episodes"] += 1
         return (await self._call(None)).messages
 
@@ -410,7 +412,7 @@ class Episode:
         return await self._call(response)
 
     async def run(self, session: Session) -> bool | float | None:
-        """Run the agent, once; returns the reward that the agent returns."""
+        """Run the agent and return the reward that the agent returns; called once."""
         self._pool.counters["episodes"] += 1
         return (await self._call(session)).reward
 
@@ -424,11 +426,11 @@ class Episode:
         return turn
 
     async def _tries(self, argument: Argument) -> Turn:
-        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last; the pool may end then."""
+        """The turn of the first try that succeeds. Raises EnvironmentFailed if every try fails."""
         pool = self._pool
         lives = 2 if pool.agent else 1
         failed_tries: dict[_Process, float] = {}
-        """Process -> start of the last failed try there (time of the loop); -1 after an outage."""
+        """Process -> start of the latest failed try there (time of the event loop, s); -1 after an outage."""
         previous_reason = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             process = self.process or pool.emptiest(failed_tries)
@@ -475,7 +477,7 @@ class Episode:
             self._pool.idle_extras.put_nowait(extra)
 
     async def _try(self, argument: Argument, process: _Process) -> Turn:
-        """One try, in the episode's process or else in `process`; leaves the process if the try fails."""
+        """Try a call in the episode's process, else in `process`. After a failed try the episode has no process."""
         try:
             if self.process is None:
                 self.process = process
@@ -503,7 +505,7 @@ class Episode:
         head = self._pool.subject
         first = argument is None
         if self.process is None:
-            raise EnvironmentFailed(f"{head}: its process has ended", reason="died")
+            raise EnvironmentFailed(f"{head}: the episode's process has ended", reason="died")
         try:
             request = Request(episode=self._number, row=self._row)
             session = None
@@ -526,7 +528,7 @@ class Episode:
     def _record_failure(
         self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False
     ) -> None:
-        """Record a failure, in a call with this argument. repeated: whether the try before failed in the same way."""
+        """Record that an episode failed. argument: of the failed call. repeated: the try before failed likewise."""
         pool = self._pool
         arguments = [*(earlier for earlier, _ in self._past_calls), argument]
         responses: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]
@@ -542,14 +544,14 @@ class Episode:
             failure.end = replace(failure.end, paid=True)
             if failure.end.reason not in pool.warned_reasons:
                 pool.warned_reasons.add(failure.end.reason)
-                text = "%s: an episode %s, is paid as wrong, as it failed again and again:\n%s"
+                text = "%s: an episode %s, failed in every try, and counts as wrong:\n%s"
                 logger.warning(text, pool.subject, fate.actions, failure)
         if not failure.end.paid:
             fate.problem = str(failure)
         pool.end(pool.record.record_end(fate))
 
     def _leave(self) -> None:
-        """Close the episode in the process."""
+        """Close the episode in the process, if the episode has a process."""
         if self.process is not None:
             self.process.episodes.discard(self)
             self.process.leave(self._number)
@@ -557,9 +559,9 @@ class Episode:
 
 
 async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
-    """Play the first turn of an episode, with the reference and an empty text. Raises ValueError for an invalid turn.
+    """Play the first turn of two episodes, with the reference and with an empty text as the policy's response.
 
-    An agent, which needs a policy, is not tried.
+    Raises ValueError for an invalid turn. An agent, which needs a policy, is not tried.
     """
     if str(section.name).startswith("verifiers:"):
         return
@@ -575,20 +577,20 @@ async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
                     except EnvironmentFailed as failure:
                         if failure.end.reason == "invalid":
                             line = str(failure).strip().splitlines()[-1].removeprefix(f"{pool.subject}: ")
-                            raise ValueError(f"{pool.subject}: what it returns is no turn: {line}") from None
+                            raise ValueError(f"{pool.subject}: the class returned no valid turn: {line}") from None
 
 
 def _turn(data: bytes, *, first: bool) -> Turn:
-    """The turn that a call returned as JSON. Raises ValueError, RecursionError for an invalid turn."""
+    """Decode the turn that a call returned. Raises ValueError or RecursionError for an invalid turn."""
     turn = msgspec.json.decode(data, type=Turn)
     roles = ("system", "user", "tool") if first else ("user", "tool")
     for message in turn.messages:
         if message.get("role") not in roles or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs a role ({', '.join(roles)}), and a content that is one text")
+            raise ValueError(f"a message needs a role ({', '.join(roles)}), and a string as content")
         if not all(isinstance(value, str | int | float | None) for value in message.values()):
-            raise ValueError("the values of a message have to be texts, numbers, true, false or null")
+            raise ValueError("the values of a message have to be strings, numbers, true, false or null")
     if not abs(turn.reward or 0.0) <= MOST_REWARD:
-        raise ValueError(f"the reward is {turn.reward}; it has to be at most {MOST_REWARD:g}")
+        raise ValueError(f"the reward is {turn.reward}; the absolute value may be at most {MOST_REWARD:g}")
     if not turn.messages and not turn.done:
-        raise ValueError("it returned no message, and the episode is not done")
+        raise ValueError("no message was returned, although the episode is not done")
     return turn

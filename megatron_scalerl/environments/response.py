@@ -1,4 +1,4 @@
-"""Inputs of an environment: the policy's response in a turn, or an agent's access to the policy."""
+"""The inputs of an environment: the policy's response in a turn, or an agent's access to the policy."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from megatron_scalerl.record import record
 
 ROUTE_HEADER = "X-Route-Key"
 Message = dict[str, Any]
-"""A message of a chat: role, content, and further keys that the policy's chat template reads."""
+"""A chat message: role, content, and further keys that the policy's chat template reads."""
 
 
 @record
 class ToolCall:
-    """A call of a tool in the policy's text. Produced by `rollouts.decoder`."""
+    """A tool call in the policy's text. Produced by `rollouts.decoder`."""
 
     name: str = ""
     """Name of the tool; empty if the call has none."""
@@ -33,18 +33,21 @@ class Response:
     text: str
     """The text after thinking, without special tokens; empty if thinking did not end."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of tools, in their order in `text`, which still contains the calls."""
+    """The tool calls in `text`, in order; the text of each call stays in `text`."""
 
 
 @record
 class Agent:
-    """The access of a class with `run` to the policy, for one episode. Produced by `rollouts.agents`."""
+    """The address and key with which an agent asks the policy in one episode. Produced by `rollouts.agents`."""
 
     base_url: str
-    """URL of the chat completions, http://127.0.0.1:PORT/v1."""
+    """Base URL for a client of OpenAI's chat completions, http://127.0.0.1:PORT/v1."""
     api_key: str
     """Key of this episode alone, valid until the episode ends."""
     model: str
-    """Name for requests, the same in every run."""
+    """Name of the model to send in requests; equal in all runs."""
     route_key: str = ""
-    """Value of ROUTE_HEADER for a client of many episodes, which sends `api_key` in the body as cache_salt."""
+    """Value of the header ROUTE_HEADER for a client that serves many episodes.
+
+    The client sends each episode's `api_key` as cache_salt in the body of a request.
+    """

@@ -1,4 +1,4 @@
-"""`environment: verifiers:NAME`: environments of the library verifiers 0.4, which brings the loop over turns.
+"""Runs environments of the library verifiers 0.4 (`environment: verifiers:NAME`); the library loops over turns.
 
 The library lives in a separate virtual environment, `FOLDER` beside this package's (`tools/install.sh environments`).
 Each environment process starts an environment server there (`verifiers_server.py`) and sends the server the runs of
@@ -8,9 +8,9 @@ all episodes over ZeroMQ. Server and harness programs end with the environment p
          <--[number, "delta", part of a trace]--  ...  <--[number, "reply", end]--
          --[number, "cancel", the run's number]-->  if the run's caller was cancelled
 
-Of the traces, rewards and errors count; the policy is trained on the record that the route keeps. The server keeps an
-HTTP client for each configuration of a request. So that all episodes share one client, the key of an episode travels
-with the sampling settings, as `cache_salt`. A failure in the library is the world's failure.
+Only rewards and errors of the traces are used; the policy is trained on the requests that the route records. The
+server keeps an HTTP client for each configuration of a request. So that all episodes share one client, the key of an
+episode is sent with the sampling settings, as `cache_salt`. A failure in the library is no failure of the policy.
 
     python -m megatron_scalerl.environments.verifiers NAME > prompts.jsonl    writes the rows of a taskset
 """
@@ -37,14 +37,14 @@ from megatron_scalerl.rewards.pool import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
 START_S = 240.0
-"""Time limit of a server's first answer (s)."""
+"""Time limit for the first answer of a server that starts (s)."""
 Table = dict[str, Any]
 
 
 class LibraryFailed(RuntimeError):
-    """A run has no reward.
+    """The library ended a run without a reward.
 
-    `status_code`: HTTP's status, where the library reports a status.
+    `status_code`: the HTTP status of the failure, None unless the library reports a status.
     """
 
     def __init__(self, error: Table):
@@ -53,9 +53,9 @@ class LibraryFailed(RuntimeError):
 
 
 class Server:
-    """An environment server. The server already takes runs during the start.
+    """A process that serves an environment of the library; takes requests from the start on.
 
-    `life_task`: the server's task, which raises the reason of the end.
+    `life_task`: task that lasts as long as the process, and then raises the reason of the end.
     """
 
     def __init__(self, name: str):
@@ -65,11 +65,11 @@ class Server:
         # The queue of the socket has no limit, so no request waits for a server that starts.
         self._socket.sndhwm = 0
         self._runs: dict[str, tuple[asyncio.Future[Table], Table]] = {}
-        """Reply and traces of each request."""
+        """Number of a request -> (future of the reply, traces received so far)."""
         self.life_task = asyncio.create_task(self._live())
 
     async def ask(self, method: str, request: Table) -> Table:
-        """The reply to a request, with traces. Raises ConnectionError if the server ends."""
+        """The server's reply to a request, with the traces of a run. Raises ConnectionError if the server ends."""
         number = secrets.token_hex()
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
@@ -87,7 +87,7 @@ class Server:
             problem = self.life_task.exception()
             raise ConnectionError(
                 f"environment.name 'verifiers:{self._name}': the environment server has ended "
-                f"({type(problem).__name__}: {problem}); its output is in the log of its environment process"
+                f"({type(problem).__name__}: {problem}); the log of the environment process has the server's output"
             )
         return reply.result()
 
@@ -114,7 +114,7 @@ class Server:
     async def _read(self) -> None:
         await self._send("", "health", {})
         if not await self._socket.poll(START_S * 1000):
-            raise TimeoutError(f"no answer within {START_S:g} s of its start")
+            raise TimeoutError(f"no answer within {START_S:g} s of the start")
         while True:
             number, kind, data = await self._socket.recv_multipart()
             # The run's caller was cancelled.
@@ -142,7 +142,7 @@ def verdict(reply: Table) -> tuple[float, Table]:
     rewards = list(rewards_by_name.values())
     # A second agent, such as a user, would be trained with the reward of the first agent.
     if len(traces) != 1 or not rewards or None in rewards:
-        problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
+        problem = f"an episode needs one agent with scores for its rewards; found {len(traces)} with {rewards}"
         raise LibraryFailed({"type": "the taskset", "message": problem})
     metrics = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
     scores = {name: reward["score"] for name, reward in rewards_by_name.items()}
@@ -150,7 +150,7 @@ def verdict(reply: Table) -> tuple[float, Table]:
 
 
 class Verifiers:
-    """The agent of an environment. All episodes of a process share a server; a dead server is replaced."""
+    """Runs the library's agent. All episodes of a process share a server, and a dead server is replaced."""
 
     name: str
     client: Table
@@ -169,21 +169,22 @@ class Verifiers:
 
     @classmethod
     async def ask(cls, method: str, request: Table) -> Table:
-        """The reply of the server. A server is started if none runs."""
+        """The server's reply to a request. Starts a server if no server runs."""
         if cls.server is None or cls.server.life_task.done():
             cls.server = Server(cls.name)
         return await cls.server.ask(method, request)
 
     @classmethod
     async def start_server(cls) -> None:
-        """Return once the server answers. Raises ConnectionError."""
+        """Start the server, and return once the server answers. Raises ConnectionError."""
         await cls.ask("health", {})
 
 
 def agent_class(name: str) -> type[Verifiers]:
-    """The agent class of an environment. Raises ValueError, in one line, if the library refuses the environment.
+    """The subclass of Verifiers for an environment of the library.
 
-    Raises ModuleNotFoundError without the library.
+    Raises ValueError, in one line, if the library refuses the environment, and ModuleNotFoundError without the
+    library.
     """
     done = subprocess.run(command("check", name), stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -193,10 +194,13 @@ def agent_class(name: str) -> type[Verifiers]:
 
 
 def command(*arguments: str) -> list[str]:
-    """A command line for the library's half. Raises ModuleNotFoundError without the library."""
+    """The command line that runs `verifiers_server.py` with these arguments in the library's virtual environment.
+
+    Raises ModuleNotFoundError without the library.
+    """
     programs = Path(sys.prefix).parent / FOLDER / "bin"
     if not programs.exists():
-        raise ModuleNotFoundError(f"verifiers is not installed in {programs.parent}: tools/install.sh environments")
+        raise ModuleNotFoundError(f"no library verifiers in {programs.parent}; run tools/install.sh environments")
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != PACKAGE_ROOT]
     variables = [f"PYTHONPATH={os.pathsep.join(paths)}", f"PATH={programs}{os.pathsep}{os.environ['PATH']}"]
     # -P is needed because the folder of the program has a module with the library's name.

@@ -1,11 +1,11 @@
-"""The half of `environments.verifiers` that runs in the library's own virtual environment, as a program.
+"""The program that `environments.verifiers` runs in the virtual environment of the library verifiers.
 
     verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used, and
                                               installs the packages of the harness
     verifiers_server.py rows NAME             prints a row for each task, as JSON lines
     verifiers_server.py serve NAME ADDRESS    serves the environment
 
-The program imports nothing of this package, which is not installed there.
+The program imports nothing of megatron_scalerl, which is not installed in that virtual environment.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from typing import Any
 
 
 def tables(name: str) -> dict[str, Any]:
-    """The library's tables env and client, from a TOML file or for a taskset with this id."""
+    """The library's settings, as tables env and client: from a TOML file, or for the taskset with the id `name`."""
     if name.endswith(".toml"):
         return tomllib.loads(Path(name).read_text(encoding="utf8"))
     return {"env": {"taskset": {"id": name}}}
 
 
 def configured(name: str) -> tuple[Any, Any, Any]:
-    """The library's configurations (environment, harness, runtime). The default runtime is a process of this host.
+    """(environment, harness, runtime): the library's configurations. The default runtime is a process on this host.
 
-    Exits with a line on stderr if the table cannot be used, or if a program would execute the policy's text on this
-    host.
+    Exits with a line on stderr if the settings cannot be used, or if the harness would execute the policy's text on
+    this host.
     """
     from verifiers.v1.runtimes import SubprocessConfig
     from verifiers.v1.utils.loaders import harness_class, resolve_env_config
@@ -41,16 +41,16 @@ def configured(name: str) -> tuple[Any, Any, Any]:
     harnesses = config.agent_harnesses()
     if len(harnesses) != 1 or config.id == "best-of-n":
         sys.exit(
-            f"env.id {config.id!r} has several agents or attempts in an episode, which is trained with one: leave "
-            "env.id out, or take an environment with one agent"
+            f"env.id {config.id!r} has several agents or attempts in an episode, and training needs a "
+            "single agent: leave env.id out, or take an environment with one agent"
         )
     [(agent, harness)] = harnesses.items()
     settings = getattr(config, agent)
     if "runtime" not in settings.model_fields_set:
         if harness_class(harness.id).EXECUTES_CODE:
             sys.exit(
-                f"the harness {harness.id!r} executes what the policy writes; set env.{agent}.runtime in a file, "
-                'or a harness without tools, {id = "null"}'
+                f"the harness {harness.id!r} would execute the policy's code on this host; set env.{agent}.runtime "
+                'in a TOML file, or a harness without tools, {id = "null"}'
             )
         settings.runtime = SubprocessConfig()
     return config, harness, settings.runtime
@@ -72,13 +72,13 @@ def check(name: str) -> None:
             asyncio.run(install())
     except RuntimeError as problem:
         sys.exit(
-            f"the harness {harness.id!r} cannot install its packages with uv: {' '.join(str(problem).split())}; name "
-            "what the network needs, such as SSL_CERT_FILE or HTTPS_PROXY, in environment.variables"
+            f"the harness {harness.id!r} cannot install its packages with uv: {' '.join(str(problem).split())}; if "
+            "the network needs variables such as HTTPS_PROXY, name the variables in environment.variables"
         )
 
 
 def rows(name: str) -> None:
-    """Print the tasks as rows of a prompts file: the task's key stands for the answer, which the taskset knows."""
+    """Print the tasks as rows of a prompts file. The answer is the task's key, since the taskset has the answers."""
     from verifiers.v1.utils.loaders import load_taskset
 
     # The default action lets `| head` end the program without an error.

@@ -36,49 +36,49 @@ from megatron_scalerl.rewards.worker import check_signature, is_unavailable
 TURN_BYTES = 2**20
 """The largest size of a call's result, as JSON in UTF-8 (bytes)."""
 ERROR_CHARS = 4000
-"""Number of characters, from the end of a traceback, that are sent."""
+"""Number of characters at the end of a traceback that a reply has."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 
 
 Setup = tuple[str, int | None, float]
-"""(environment.name, environment.memory_mb, time limit of a coroutine (s)) of all episodes of a pool."""
+"""(environment.name, environment.memory_mb, time limit of a coroutine in s): settings of an environment process."""
 Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
-"""(tools, repeated_failure, whether there is `run`) of the user's class.
+"""(tools, repeated_failure, whether the class has `run`): declarations of the user's class.
 
-The tools are JSON schemas of functions. The value repeated_failure is the verdict on an episode whose failure
-repeats.
+The tools are JSON schemas of functions. An episode whose failure repeats is `wrong` or `lost`, as repeated_failure
+says.
 """
 
 
 @record
 class Request:
-    """A call of an environment; without row and response the episode is closed."""
+    """A request to call a method of an environment; without row and response, a request to close the episode."""
 
     episode: int
     row: dict[str, Any] | None = None
-    """Argument of reset or run."""
+    """The row, for a call of reset or run."""
     response: Response | None = None
-    """Argument of step."""
+    """The policy's response, for a call of step."""
     agent: Agent | None = None
-    """Argument of run."""
+    """The access to the policy, for a call of run."""
 
 
 @record
 class Reply:
-    """The result of a call, or the reason of a failure."""
+    """The result of a call, or the reason why the call failed."""
 
     turn: msgspec.Raw
     """`pool.Turn` as JSON, without checks of the values."""
     failure: Failure
-    """The reason of a failure; empty for a result that JSON can hold."""
+    """The reason of a failure; empty for a call whose result JSON can hold."""
     error: str
-    """The end of the traceback."""
+    """The end of the traceback; empty without a failure."""
 
 
 def encoded(value: Any, *, finite: bool = False) -> bytes:
-    """A value as JSON in UTF-8. Half a pair of surrogates, which has no UTF-8, becomes a question mark.
+    """A value as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
 
-    finite: whether NaN and infinity raise ValueError.
+    finite: raise ValueError for NaN and infinity.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=not finite, default=_builtin_value)
     return text.encode(errors="replace")
@@ -92,9 +92,9 @@ def _builtin_value(value: Any) -> Any:
 
 
 async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float) -> Reply:
-    """The reply to a call, whatever the user's code does.
+    """Call the user's class and return the reply; every exception becomes a reply as well.
 
-    place: holds the episode's object from the first call on.
+    place: list that holds the episode's object from the first call on.
     """
 
     arguments = [value for value in (request.response, request.row, request.agent) if value is not None]
@@ -133,25 +133,28 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         with contextlib.suppress(OSError, ValueError):
             os.write(2, f"{name} failed ({failure}):\n{error}".encode())
     if len(turn) > TURN_BYTES:
-        error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
+        error = f"{name} returned {len(turn)} bytes of JSON; at most {TURN_BYTES} bytes are allowed"
         failure = "oversized"
         turn = b"null"
     return Reply(turn=msgspec.Raw(turn), failure=failure, error=error)
 
 
 def _generated(call: Callable[[], Any]) -> Iterator[Any]:
-    """The result of a call. In a generator StopIteration, which no future can hold, becomes a RuntimeError."""
+    """Yields the result of a call, so that a StopIteration of the user's code becomes a RuntimeError.
+
+    A future cannot hold a StopIteration.
+    """
     yield call()
 
 
 def _turn(result: Any, name: str) -> dict[str, Any]:
-    """The fields of `pool.Turn` from a method's result, with the messages as a list."""
+    """The fields of `pool.Turn`, made from the result of the method `name`; messages become a list."""
     if name == "reset":
         result = (result, None, False)
     elif name == "run":
         result = ([], result, True)
     if isinstance(result, tuple) and len(result) == 5:
-        raise ValueError(f"{name} returned five values, as Gymnasium's does; it has to return messages, reward, done")
+        raise ValueError(f"{name} returned five values, as in Gymnasium; return three: messages, reward, done")
     messages, reward, done = result
     metrics: Mapping[str, Any] = {}
     if isinstance(reward, tuple):
@@ -169,7 +172,7 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
 
 
 def _kind(head: str, name: str) -> Any:
-    """The class behind a name: a class of a module, or an environment of a library. Raises ValueError."""
+    """The class that environment.name stands for, MODULE:CLASS or verifiers:NAME. Raises ValueError."""
     library, _, environment = name.partition(":")
     if library != "verifiers":
         return imported(head, name, "'module:Class'")
@@ -198,23 +201,23 @@ def load(name: str) -> tuple[type, Declared]:
         if not callable(method):
             raise ValueError(f"{head}: the class has no method {call}")
         if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
-            raise ValueError(f"{head}: {call} is a generator, as it has a yield; it has to return its result")
+            raise ValueError(f"{head}: {call} is a generator, as it has a yield; return the result instead")
         check_signature(f"{head}: {call}", method, "self", *arguments)
     declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "lost"), agent)
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{head}: tools has to be a list of JSON objects, and repeated_failure wrong or lost ({error})"
+            f"{head}: tools has to be a list of JSON objects, and repeated_failure 'wrong' or 'lost' ({error})"
         ) from None
 
 
 def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine[Any, Any, Answer | None]]:
-    """The function that answers requests for a class."""
+    """The function that answers the requests for episodes of a class. timeout_s: time limit of a coroutine."""
     stoppable = inspect.iscoroutinefunction(getattr(kind, "run", None))
     episodes: dict[int, list[Any]] = {}
     calls: dict[int, asyncio.Task[Any] | None] = {}
-    """The last call of each episode."""
+    """Number of an episode -> the task of the latest call."""
 
     async def answer(head: bytes, _: bytes) -> Answer | None:
         # json.loads is used, since msgspec's decoder refuses the NaN that a row may hold.

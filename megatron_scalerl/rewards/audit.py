@@ -1,8 +1,8 @@
-"""The second judge of the verifier `math` (`validation.audit`), which confirms plainly right answers.
+"""A second judge beside the verifier `math` (`validation.audit`), which confirms answers that are plainly right.
 
-The judge uses no part of math-verify: the last box, mark or number of an answer is compared with the reference as a
-number that is written out, or as the same text. A reader should look at answers that the first judge pays and the
-second does not confirm.
+The judge uses no part of math-verify: the last box, `<answer>` tag, `####` line or number of an answer is compared
+with the reference as a written-out number, or as equal text. An answer that the verifier accepts and the judge does
+not confirm deserves a look by a person.
 """
 
 import re
@@ -13,7 +13,7 @@ from megatron_scalerl.rewards.math_answer import compact_form, numeral_value
 from megatron_scalerl.rewards.math_text import split_unit, whole_answer
 
 TAIL = 2000
-"""Characters at the end of an answer in which a number is searched."""
+"""Number of characters at the end of an answer in which the judge searches for a number."""
 _NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LAST_NUMBER = re.compile(
     rf"-?\s?(?:\\[dt]?frac\s*(?:\{{-?\d+\}}|\d)\s*(?:\{{\d+\}}|\d)|{_NUMBER}(?:\s?/\s?{_NUMBER})?)"
@@ -22,11 +22,11 @@ _LAST_NUMBER = re.compile(
 _UNFINISHED_TEXT = re.compile(
     r"(?:[\d)}]\s*(?:[-+*/^×÷·(,]|\\times|\\cdot|\\div|\bor\b|\band\b)|\\sqrt\{?|\^\{?)\s*$"
 )
-"""Text before a number that leaves something to compute or to choose."""
+"""Matches text before a number that is only an operand or an alternative, as in "3 + 4" or "3 or 4"."""
 
 
 def confirm_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
-    """True if the answer at the end of a text is plainly the reference."""
+    """True if the last answer in a text is the reference: the same written-out number, or equal text."""
     del extra
     stated = whole_answer(stated_reference(reference))
     box = last_box(answer_text)

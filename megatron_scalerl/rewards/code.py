@@ -10,11 +10,11 @@ actions. Verdicts:
   expected output. Printing a verdict, exiting early or patching the interpreter gains nothing.
 * Calls and assertions: the tests run in a second process of the same sandbox, which the program cannot read, trace or
   write to; the program gets arguments and returns plain data. The program can still forge two results: an assertion
-  without an expected value (`assert f(1)`) passes for any true value, as anywhere, and a function that the tests use
-  but neither import nor define is the program's, builtins excepted.
+  without an expected value (`assert f(1)`) passes for any true value, and the program may define every function that
+  the tests use but neither import nor define, except builtins.
 
-The result depends on the arguments alone as far as the program does: hash seed and environment are fixed, the time
-and os.urandom are not.
+The verdict depends on the arguments alone, unless the program reads the time or os.urandom: hash seed and environment
+are fixed.
 """
 
 import ast
@@ -28,28 +28,34 @@ from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox
 
 OUTPUT_SLACK = 1 << 16
-"""A program may write this many bytes more than twice the expected output; with more, the run is killed and wrong."""
+"""Number of bytes that a program may write in addition to twice the size of the expected output.
+
+A program that writes more is killed, and the answer is wrong.
+"""
 NUMBER_LENGTH = 64
-"""Most characters of a word that is compared as a number. Longer words are compared as text."""
+"""Largest number of characters of a word that is compared as a number. Longer words are compared as text."""
 PYTHON = ("python", "python3", "py", "py3", "python2")
-"""Languages of a fenced block, in lower case."""
+"""Language names, in lower case, that mark a fenced code block as Python."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PLACES = 6
-"""Decimal places from which expected numbers, and numbers with an exponent, are compared as in APPS and TACO."""
+"""Number of decimal places of an expected number from which on RELATIVE and ABSOLUTE are the tolerances.
+
+The same tolerances, which APPS and TACO use, apply to every expected number with an exponent.
+"""
 RELATIVE = Decimal("1e-5")
-"""Relative tolerance of such a number, as in numpy.allclose."""
+"""Relative tolerance of an expected number with an exponent or PLACES decimal places, as in numpy.allclose."""
 ABSOLUTE = Decimal("1e-8")
-"""Absolute tolerance of such a number."""
+"""Absolute tolerance of an expected number with an exponent or PLACES decimal places, as in numpy.allclose."""
 _NUMBER = re.compile(r"-?(?=\.?[0-9])(?:0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][+-]?[0-9]{1,3})?")
-"""A number with decimal places and exponent. A word with leading zeros is a text: 007 is not 7."""
+"""Matches a number; the groups are decimal places and exponent. A word with leading zeros is text: 007 is not 7."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 def extract_program(answer_text: str) -> str | None:
-    """The content of the last closed fenced block in Python; None without a closed block.
+    """The program in an answer: the last closed fenced block that is marked as Python. None without a closed block.
 
-    Where no block is marked as Python, the last block without a language that calls, defines or imports something, as
-    output often follows a program. Without such a block, the last block.
+    If no block is marked as Python, the program is the last block without a language name that calls, defines or
+    imports something, since a block with output often follows the program. Otherwise the program is the last block.
 
     Example:
         >>> extract_program("```python\\nprint(1 + 1)\\n```\\nprints\\n```\\n2\\n```\\n")
@@ -76,7 +82,7 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
     language = indent = ""
     fence: str | None = None
     lines: list[str] = []
-    # the text is split at line breaks alone, since a literal may hold any other separator of lines
+    # Only line breaks split the text: str.splitlines would also split at separators inside a string literal.
     for line in answer_text.replace("\r\n", "\n").split("\n"):
         mark = _FENCE.match(line)
         if mark and "`" in mark[3]:
@@ -107,7 +113,7 @@ def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limi
 
 
 def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | None = None) -> bool:
-    """True if a program passes all tests. deadline: as for `Sandbox`. Raises as `verify_code`."""
+    """True if a program passes all tests. deadline: the latest time.monotonic() (s). Raises as `verify_code`."""
     with Sandbox(limits, deadline=deadline) as sandbox:
         if tests.script is not None:
             return sandbox.run_tests(program, tests.script, tests.entry_point)
@@ -124,7 +130,7 @@ def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | Non
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True if both have the same words on the same lines.
+    """True if the printed and the expected output have the same words on the same lines.
 
     White space at the ends of lines and empty lines at the end do not count. Whole numbers are compared by value. A
     number with fewer than PLACES decimal places may differ by half of the last place.

@@ -1,13 +1,14 @@
-"""Trial of code problems' tests before a run, with programs that are known to be wrong or right.
+"""Tries the tests of code problems before a run, with programs that are known to be wrong or right.
 
 * Wrong programs have the names that the tests use, and do nothing, return a value that no problem asks for, or raise.
-  Tests that a wrong program passes would pay for nothing.
-* The row's own solution, if any (`SOLUTIONS`), has to pass. Else an answer might never be paid. A solution that runs
-  out of time, starter code, and programs that cannot run here, say nothing of the tests.
+  Tests that a wrong program passes would reward answers that solve nothing.
+* The row's own solution, if any (`SOLUTIONS`), has to pass. Otherwise no answer might ever be right. A solution that
+  runs out of time, starter code, and programs that cannot run here show nothing about the tests.
 
 The tests of a file are tried once, for LOAD_S seconds, and the user's cache keeps the results, like the results for
-mathematical references. The order of hashes makes the tried tests a random sample. Other tests are tried at first use
-(`pool`). Results depend on the machine, so nothing that has to stay the same in a run may depend on results.
+mathematical references. Tests are tried in the order of hashes, so the tried tests are a random sample. The remaining
+tests are tried at first use (`pool`). Results depend on the machine, so nothing that has to stay the same in a run
+may depend on results.
 """
 
 import ast
@@ -31,22 +32,22 @@ from megatron_scalerl.rewards.code_tests import CodeTests, imported_modules, par
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded, VerifierUnavailable
 
 LOAD_S = 60.0
-"""Time to try the tests of a file before a run (s)."""
+"""Time limit for trying the tests of a file of prompts before a run (s)."""
 NICENESS = 10
 SOLUTIONS = ("canonical_solution", "solution", "solutions", "gold_standard_solution", "completion", "code")
 """Columns of solutions in public sets: a text, a list of texts, or CodeContests' object with a list `solution`."""
 MOST_UNAVAILABLE = 8
-"""Checks without a sandbox after which the checks of a file end: this host has no sandbox."""
+"""Number of checks without a sandbox after which the remaining checks of a file are skipped."""
 PYTHON_2 = {"raw_input", "xrange", "unichr"}
 MOST_SOLUTIONS = 3
-"""Number of a row's solutions that are tried; one solution has to pass."""
+"""Largest number of a row's solutions that are tried; at least one solution has to pass."""
 _EXCEPTION = re.compile(r"\w*(?:Error|Exception)\b")
 _PLAIN_ASSERTION = re.compile(
     r"^(?:    )?assert (\w+)\((?!.*\b(?:or|if|for|None)\b).*\) == (?:[-\d'\"\[({-]|True|False)", re.M
 )
-"""An assertion that no wrong program passes: a call of the program equals a literal."""
+"""Matches an assertion that no wrong program passes: a call of the program's function has to equal a literal."""
 _BRANCH = re.compile(r"^\s*(?:if|for|while|try|with|class|return|async)\b|def (?!test|check)", re.M)
-"""Statements by which an assertion might not be reached."""
+"""Matches statements that may keep the tests from reaching an assertion, such as branches and functions."""
 _WRONG = {
     "does nothing": ("return",),
     "returns a wrong value": ("return object()", "return 'no problem asks for this'", "return 987654321"),
@@ -65,9 +66,10 @@ class {}:
 def problem_of(
     question: str, reference: str, columns: Mapping[str, Any], limits: Limits, deadline: float | None = None
 ) -> str:
-    """Why a row's tests pay a wrong program, or do not pay the row's solution; empty without a known problem.
+    """Why a row's tests are unusable: a wrong program passes, or the row's own solution fails. Empty if usable.
 
-    columns: the row's other columns. deadline: as for `Sandbox`. Raises as `verify_code`, except for the time limit.
+    columns: the row's other columns. deadline: the latest time.monotonic() (s). Raises as `verify_code`, except for
+    the time limit.
     """
     tests = parse_tests(reference, columns)
 
@@ -87,8 +89,10 @@ def problem_of(
 
 
 def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
-    """(behavior, program) for tests that are a script of the data set. A name in capitals is tried as a class, whose
-    methods have the behavior, and as a function."""
+    """(behavior, program) of each wrong program to try, for tests that are Python of the data set.
+
+    A name with a capital first letter is tried as a function, and as a class whose methods have the behavior.
+    """
     script = tests.script or ""
     plain_names = {"candidate", *tests.names} & {*_PLAIN_ASSERTION.findall(script)}
     if not tests.names or (plain_names and not _BRANCH.search(script)):
@@ -105,7 +109,7 @@ def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
 
 
 def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
-    """The solutions of a row that are Python; a solution of HumanEval continues the text of the problem."""
+    """The Python programs among a row's solutions. A solution of HumanEval continues the text of the problem."""
     value: Any
     for value in map(columns.get, SOLUTIONS):
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -123,7 +127,7 @@ def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _can_show(program: str) -> bool:
-    """False for starter code, Python 2, and for imports that the sandbox does not have."""
+    """Whether a solution can run here: no starter code, no Python 2, no import that the sandbox lacks."""
     nodes = list(ast.walk(ast.parse(program)))
     return (
         not any(isinstance(node, ast.FunctionDef) and all(map(_is_empty, node.body)) for node in nodes)
@@ -165,9 +169,9 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 
 
 def remembered(keys: Sequence[str], limits: Limits | None, check: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The results of a check of `keys`; a key may lack a result.
+    """The results that `check` returns for `keys`, from the user's cache if possible; a key may lack a result.
 
-    Results come from the user's cache where the same check was made with these limits, this package and this Python.
+    The cache has results of the same keys, with the same limits, the same source of this package and the same Python.
     """
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     cache_key = msgspec.json.encode([keys, limits, sources, sys.version])

@@ -42,8 +42,11 @@ for _arguments, _expected in json.loads({cases!r}):
     _found = _plain(_function(*_arguments))
     assert _found == _expected or [_found] == _expected
 """
-"""Tests that call a function, or a method of `class Solution`. Tuples are compared as lists; many data sets wrap an
-output in a list of one."""
+"""Python text of tests that call a function, or a method of `class Solution`.
+
+Tuples are compared as lists. A result may also equal the only item of an expected list, as many data sets wrap
+outputs.
+"""
 
 
 @record
@@ -60,15 +63,15 @@ class CodeTests:
     script: str | None = None
     """Python with assertions on the program's functions."""
     entry_point: str = ""
-    """The function that the script's `check` is called with; empty: the script calls the function."""
+    """Name of the function that is passed to the script's `check`; empty if the script calls functions by name."""
     called: frozenset[str] = frozenset()
-    """Names of the program that the script uses; a problem has to have at least one such name."""
+    """Names that the tests call in the program. The text of the problem has to mention at least one name."""
     names: frozenset[str] = frozenset()
-    """All names of the program that a script of the data set uses; empty where the script was made here."""
+    """All names that a script of the data set expects of the program; empty for a script that `_calls` has made."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
-    """The tests in an answer column; extra: the row's other columns.
+    """The unit tests in the text of an answer column. extra: the row's other columns.
 
     Raises ValueError, in one line, for a text in no known form, and for tests that would evaluate no assertion.
     """
@@ -87,7 +90,7 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
         raise ValueError(f"every case of the tests has to have input and output; the keys are {_keys(parsed)}")
     names = {_function_of(case) or (_is_call(case) and _function_of(columns)) or None for case in parsed}
     if len(names) > 1:
-        raise ValueError(f"all cases of the tests have to name one function; they name {len(names)}")
+        raise ValueError(f"all cases of the tests have to name the same function; found {len(names)} different names")
     if (name := names.pop()) is not None:
         return _calls(parsed, name)
     if any(map(_is_call, parsed)):
@@ -121,10 +124,10 @@ def _function_of(row: Mapping[str, Any]) -> str:
 
 
 def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases of the transposed form."""
+    """The cases of tests in the form {"inputs": [...], "outputs": [...]}, each with keys input and output."""
     inputs, outputs = (parsed.get(f"{key}s", parsed.get(key)) for key in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"tests have to have lists inputs and outputs of one length; the keys are {_keys([parsed])}")
+        raise ValueError(f"tests need the lists inputs and outputs, of equal length; the keys are {_keys([parsed])}")
     other_columns = {key: value for key, value in parsed.items() if key.rstrip("s") not in ("input", "output")}
     return [
         {"input": case_input, "output": expected, **other_columns} for case_input, expected in zip(inputs, outputs)
@@ -144,8 +147,8 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                     expected = json.loads(expected)
             except (ValueError, RecursionError):
                 raise ValueError(
-                    f"the arguments of {name} have to be one JSON text a line, and its result one; a test has "
-                    f"{case['input'][:40]!r} and {str(case['output'])[:40]!r}"
+                    f"the input of a test of {name} has to have a line of JSON for each argument, and the output "
+                    f"JSON; a test has the input {case['input'][:40]!r} and the output {str(case['output'])[:40]!r}"
                 ) from None
         if not isinstance(case_input, list):
             raise ValueError(
@@ -163,7 +166,7 @@ def _text(value: Any) -> str:
         return "\n".join(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"input and output of a test have to be texts, or calls with fn_name; one is a {type(value).__name__}"
+            f"without fn_name, input and output of a test have to be strings; found a {type(value).__name__}"
         )
     return value
 
@@ -185,7 +188,7 @@ def _script(text: str, entry_point: str) -> CodeTests:
             f"the tests use pytest.{unknown_names[0]}; only raises, approx, param and mark.parametrize are known"
         )
     if not any(map(_asserts, nodes)):
-        raise ValueError("the Python of the tests has no assert")
+        raise ValueError("the tests are Python without an assertion, so every program would pass")
     if not any(_asserts(node) for node in _reached_nodes(tree, entry_point)):
         raise ValueError(
             "no assertion of the tests would run; one has to be in the text itself, in a function test* without "
@@ -203,7 +206,7 @@ def imported_modules(nodes: list[ast.AST]) -> list[str]:
 
 
 def _pytest_names(nodes: list[ast.AST]) -> Iterator[str]:
-    """Names of pytest and of pytest.mark that tests use."""
+    """Attributes of pytest and pytest.mark that tests use, such as raises and parametrize."""
     aliases = [a.asname or a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "pytest"]
     places = [place for alias in aliases for place in (alias, f"{alias}.mark")]
     for node in nodes:
@@ -214,7 +217,7 @@ def _pytest_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _called_names(nodes: list[ast.AST]) -> frozenset[str]:
-    """Names that tests import from the program, or use and do not define."""
+    """Names that the program has to define: the tests import from `solution`, or use without a definition."""
     names = (str(getattr(n, key, "")).partition(".")[0] for n in nodes for key in ("arg", "name", "asname"))
     defined = {*dir(builtins), *names}
     defined |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -232,7 +235,7 @@ def _asserts(node: ast.AST) -> bool:
 
 
 def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
-    """Nodes that run when the tests run, as far as names tell."""
+    """Syntax nodes that run when the tests run: a function runs if a node that runs mentions the function's name."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     bodies: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
@@ -256,7 +259,7 @@ def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, (*functions, ast.ClassDef)):
                 waiting_nodes.append(child)
-        name = getattr(node, "id", getattr(node, "attr", ""))  # a method is reached by the bare name
+        name = getattr(node, "id", getattr(node, "attr", ""))  # a bare name reaches a method, too
         if name in bodies and name not in reached_names:
             reached_names.add(name)
             waiting_nodes += bodies[name]

@@ -1,11 +1,11 @@
-"""Forms of a row's reference: a working verifier gives a reward for at least one form."""
+"""Answers that give a row's reference in different forms; a working verifier rewards at least one answer."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def forms_of(reference: str, columns: Mapping[str, Any]) -> list[str]:
-    r"""The bare reference, the reference in a box and in answer tags, and the row's solution, if any.
+    r"""The reference as answers: bare, in a box and in answer tags; and the row's solution, if any.
 
     Example:
         >>> forms_of("7", {"solution": "3 + 4 = 7"})

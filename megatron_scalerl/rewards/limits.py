@@ -1,4 +1,4 @@
-"""Resource limits of one check: processor time, memory, files. Applied inside the worker process (Linux).
+"""Applies the resource limits of one check inside the worker process: processor time, memory and files (Linux).
 
 A check that exceeds a limit makes the answer wrong, so the pool must be able to tell the limits apart:
 
@@ -6,8 +6,8 @@ A check that exceeds a limit makes the answer wrong, so the pool must be able to
     memory          an allocation fails: Python raises MemoryError, a C library aborts (SIGABRT)
     files           writing fails with OSError, an error of the verifier
 
-The number of processes (RLIMIT_NPROC) is not limited: the kernel counts all processes and threads of the user,
-including trainer and engines, so that no number fits. The limits are no sandbox: a verifier runs with the user's
+The number of processes (RLIMIT_NPROC) is not limited: the kernel would count all processes and threads of the user,
+including trainer and engines, so no limit would be right. The limits are no sandbox: a verifier runs with the user's
 rights.
 """
 
@@ -25,11 +25,11 @@ MIB = 2**20
 
 
 class VerifierUnavailable(RuntimeError):
-    """A check could not be made, through no fault of the answer: the answer has no score."""
+    """A check could not be made, through no fault of the answer, so the answer gets no score."""
 
 
 class TimeLimitExceeded(Exception):
-    """An answer exceeded a time limit that the verifier measures: the answer is wrong, `timeout`."""
+    """An answer exceeded a time limit that the verifier measures, and is wrong with the reason `timeout`."""
 
 
 @record

@@ -33,10 +33,10 @@ from megatron_scalerl.rewards.math_compare import NOTHING, Reading, is_equal, is
 from megatron_scalerl.rewards.math_text import latex, split_unit, whole_answer
 
 TAIL = 10_000
-"""In an answer without a box, the last expression is searched in this many characters at the end."""
+"""Number of characters at the end of an answer without a box in which the last expression is searched."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace or an escaped character: an escaped brace does not group."""
+"""Matches a brace, or an escaped character, since an escaped brace does not group."""
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
@@ -45,42 +45,49 @@ _MARKED_ANSWER = re.compile(
 )
 _CHOICE = re.compile(r"\(? ?[A-J](?::| ?[.)])\s+[^=\n]+")
 _STYLE = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|sf)|boxed|fbox)(?![a-z])|\\[ ,;:!()\[\]]|[{}$~*\s]")
-"""Commands and signs that may stand around a word or the letter of a choice, as in \\textbf{(B)}\\ 12."""
+"""Matches commands and signs that may stand around a word or the letter of a choice, as in \\textbf{(B)}\\ 12."""
 _LETTER = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:,;](?!\d)|$)(?!.*(?<![A-Za-z])[A-J](?![A-Za-z]))")
-"""The letter of a choice, with or without the choice's text, and no second letter."""
+"""Matches the letter of a choice, as in (B), with or without the choice's text, if no second letter follows."""
 _NAME = re.compile(r"\([A-J]\)|[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 _STATEMENT = re.compile(r"(?:[Aa]nswer|[Oo]ption|[Cc]hoice)[*_\s]*(?:is|:)([^\n]*)")
 _NO_ANSWER = re.compile(
     r"(?i:n/a|none|nan|null|proof|unknown|not ?found|omitted)\.?|[\[{]\s*\".*|\[\s*\]"
     r"|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
 )
-"""References that math-verify reads as products, quotients and differences."""
+"""Matches missing answers, dates and times, which math-verify would read as products, quotients or differences."""
 _NUMBER = re.compile(r"-?(?:[0-9]{1,30}(?:\.[0-9]{1,30})?|\\[dt]?frac\{[0-9]{1,30}\}\{[1-9][0-9]{0,29}\})")
 _LATEX = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|hbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
 )
-"""Texts, environments and commands of LaTeX."""
+"""Matches texts, environments and commands of LaTeX, whose words are not words of a reference."""
 _DIGIT = re.compile(r"[0-9](?![0-9])")
 _NOT_COMPUTED = re.compile(
     r"\^[\s{(]*[^\s{}()]*(?:\^|\d{5})|\d{5}[)\s]*!|![)\s]*!|\\?(?:[lr]?floor|[lr]?ceil|max|min|mod)(?![a-z])"
 )
-"""Powers and factorials that take long to compute, and functions that have one value for several numbers."""
+"""Matches powers and factorials that take long to compute, and functions with equal values for several numbers.
+
+References with a match are not compared before a run.
+"""
 _WORDS = re.compile(r"[^\W\d_]{3,}|(?!ln)[^\W\d_]{2} [^\W\d_]{2}")
 _FUNCTION = re.compile(
     r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|exp|sqrt|abs|min|max|mod|pmod|gcd|lcm|inf|infty"
     r"|infinity|det|deg|and|percent"
 )
 _LIST = re.compile(r"[,;]|\\[{}]|\\cup|\\pm|\\in(?![a-z])|\\begin|\b(?:and|or)\b|\\text")
-"""Signs of several values: an expression with such a sign is no chain, and several formulas of a sentence pay it."""
+"""Matches signs of several values, such as a comma, a union or a plus-minus sign.
+
+An expression with a match is not read as a chain a = b, and several formulas of a sentence may together be the
+answer.
+"""
 _OPERATORS = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{?d\}?\{?d|/dx")
-"""Operators of a value that is still to compute."""
+"""Matches integrals, sums, products, limits and derivatives, whose value is still to be computed."""
 _FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
-"""Most references that one process parses."""
+"""Number of references from which on several processes share the parsing."""
 _PARSE_S = 5
 """Time limit to parse a reference (s)."""
 _LONGEST = 2000
-"""Most characters of a reference that is compared."""
+"""Largest number of characters of a reference; a longer reference is refused."""
 _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
@@ -96,7 +103,7 @@ def last_box(text: str) -> str | None:
 
 
 def _found_box(text: str) -> tuple[int, str | None, int]:
-    """(start, content and end of the last box); the content is None without a box.
+    """(start, content, end) of the last \\boxed or \\fbox in a text; the content is None without a box.
 
     A nested box is part of the outer box, and an unclosed box does not count. A box without braces at the start of a
     formula contains the whole formula, else the next word. A percent sign after the formula with the box is kept.
@@ -133,7 +140,7 @@ def last_mark(text: str) -> str | None:
 
 
 def is_number(reference: str) -> bool:
-    """Whether a reference is a number that is written out, which only a numeral pays."""
+    """Whether a reference is a written-out number, so that only a numeral can be the right answer."""
     return is_numeral(split_unit(whole_answer(stated_reference(reference)))[0])
 
 
@@ -157,12 +164,14 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     the last TAIL characters ("The answer is 34."; `math_answer.statement`). The reference may be a bare number or
     expression, LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
 
-    Where the reference is a number, only a numeral is paid, and the text beside the numeral must neither leave it
-    open nor contradict it. Any other reference is paid by an equal expression. An expression that stands in the
-    question (`extra["prompt"]`) and is not the reference's own form is no answer. docs/tasks.md has a table of forms.
+    If the reference is a number, only a numeral can be right, and the text beside the numeral must neither leave the
+    number open nor contradict the number. For any other reference an equal expression is right. An expression that
+    stands in the question (`extra["prompt"]`) and is not the reference's own form is wrong. docs/tasks.md has a table
+    of forms.
 
-    A reference that is a word or the letter of a choice is paid by the same word or letter as the whole box, or
-    behind "The answer is". How numbers, units and sets are compared: math_compare.py and docs/tasks.md.
+    If the reference is a word or the letter of a choice, the box has to be the same word or letter, or the word or
+    letter has to follow "The answer is". math_compare.py and docs/tasks.md say how numbers, units and sets are
+    compared.
 
     math-verify's own time limits use signals and are off: the pool kills a check that takes too long, such as a check
     of 9^(9^9).
@@ -199,7 +208,7 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
 
 
 def _leaves_work(text: str, reference: str) -> bool:
-    """Whether an expression has operators, or parts that are no numerals, which the reference does not have."""
+    """Whether an answer leaves something to compute, such as an integral or a sum, and the reference does not."""
     if _OPERATORS.search(text) and not _OPERATORS.search(reference):
         return True
     parts = _parts(text)
@@ -222,7 +231,10 @@ def _both_signs(text: str) -> str:
 
 
 def _numerals(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
-    """The numerals that a text gives as the answer, and the readings. is_answer: the text is an answer alone."""
+    """(numeral, math-verify's reading) of each numeral that a text gives as the answer.
+
+    is_answer: the text is the answer and nothing else.
+    """
     own_form = compact_form(text) == compact_form(reference)
     numerals = [member for member in _members(text) if own_form or is_numeral(split_unit(member)[0])]
     if not numerals and not is_answer:
@@ -240,9 +252,9 @@ def _members(text: str) -> tuple[str, ...]:
 
 
 def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
-    """The expressions that a text gives as an answer that is no number, and the readings.
+    """(expression, math-verify's reading) of each expression that a text gives as the answer.
 
-    is_answer: the text is an answer, unless the text has words.
+    is_answer: the text comes from a box or a mark, and is the answer and nothing else if the text has no words.
     """
     has_list = _LIST.search(reference)
     if is_answer and not _has_words(split_unit(text)[0]):
@@ -277,7 +289,7 @@ def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[s
 
 
 def stated_reference(reference: str) -> str:
-    """A reference, or the answer in a worked solution: the last box, or the text after ####."""
+    """The reference itself, or the answer in a worked solution: the content of the last box, or text after ####."""
     _, mark, text_after = reference.rpartition("####")
     text = text_after.strip()
     if mark:
@@ -292,7 +304,7 @@ def _unstyled(text: str) -> str:
 
 
 def _name(reference: str) -> str:
-    """A reference that is a word, a text or the letter of a choice; empty for mathematics."""
+    """The word, the text or the letter of a choice that is the reference, in normal form; empty for mathematics."""
     bare_text = _unstyled(reference)
     if not _NAME.fullmatch(bare_text):
         return ""
@@ -309,7 +321,7 @@ def _singular(text: str) -> str:
 
 
 def _says(text: str, name: str) -> bool:
-    """True if a text is the name alone, or the letter of a choice, with or without the choice's text."""
+    """True if a text is only the word `name`, or the letter `name` of a choice, perhaps with the choice's text."""
     bare_text = _unstyled(text)
     letter = _LETTER.match(bare_text)
     return name in (_singular(bare_text), letter and letter[1].casefold())
@@ -320,7 +332,7 @@ def _has_words(text: str) -> bool:
 
 
 def check_references(references: Sequence[str]) -> list[str]:
-    """Why no answer can be scored right against a reference, for each reference; empty for a mathematical object.
+    """For each reference, the reason why answers cannot be compared with the reference; empty if usable.
 
     A reference has to equal its own text, fraction and decimal, and to differ from a neighbour with another first
     number. Plain numbers, words and letters are compared by rule and not tried. Many references are parsed in several
@@ -346,26 +358,26 @@ def _problem_of(reference: str) -> str:
     shown_reference = repr(reference[:60])
     reference = stated_reference(reference)
     if len(reference) > _LONGEST:
-        return f"{shown_reference} has {len(reference)} characters; at most {_LONGEST} are compared"
+        return f"{shown_reference} has {len(reference)} characters; a reference may have at most {_LONGEST}"
     if _NO_ANSWER.fullmatch(reference.strip()) or _CHOICE.fullmatch(_STYLE.sub(" ", reference).strip()):
-        return f"{shown_reference} is a date, a time, no answer, or a choice with its text (give the letter alone)"
+        return f"{shown_reference} is a date, a time, a missing answer, or a choice with text (give the letter alone)"
     if _name(reference):
         return ""
     text = whole_answer(reference)
     if _has_words(split_unit(text)[0]):
-        return f"{shown_reference} is text; it has to be a number, an expression or LaTeX"
+        return f"{shown_reference} is text; give a number, an expression or LaTeX"
     expected = read(reference, _PARSE_S)
     if is_text(expected):
-        return f"{shown_reference} cannot be parsed by math-verify"
+        return f"{shown_reference} cannot be parsed by math-verify; give a number, an expression or LaTeX"
     if _NOT_COMPUTED.search(reference):
         return ""
     for form in (reference.strip("$"), *number_forms(expected)):
         if not is_equal(expected, read(form, _PARSE_S), _PARSE_S):
-            return f"{shown_reference} and {form[:60]!r} do not compare as equal; a right answer might not be paid"
+            return f"{shown_reference} and {form[:60]!r} do not compare as equal; a right answer might get no reward"
     other_text = _DIGIT.sub(lambda digit: str((int(digit[0]) + 1) % 10), text, 1)
     for neighbour in number_forms(expected, 1) or {other_text} - {text}:
         if is_equal(expected, read(neighbour, _PARSE_S), _PARSE_S):
-            return f"{shown_reference} and {neighbour[:60]!r} compare as equal; a wrong answer might be paid"
+            return f"{shown_reference} and {neighbour[:60]!r} compare as equal; a wrong answer might get a reward"
     return ""
 
 

@@ -22,14 +22,17 @@ _NUMERAL = re.compile(
     rf"(?P<sign>[+-]?)(?:(?P<whole>{_DIGITS})?(?:{_PAIR})|(?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+))?"
     r"(?P<power>(?:(?:\\cdot|\\times|[*x])?10\^(?:\{?(-?\d{1,4})\}?))|\\cdot\{12\})?(?P<percent>\\?%)?"
 )
-"""Without spaces: an integer, decimal, fraction or mixed number, times a power of ten (or dozens), in percent."""
+"""Matches an integer, decimal, fraction or mixed number, perhaps with a power of ten (or dozens) and a percent sign.
+
+The text must have no spaces.
+"""
 _LINK = re.compile(r"(?<![<>!:\\])(=)(?!=)|(\\approx(?![a-z])|\\simeq(?![a-z])|≈)")
 _MATH_SIGN = r"[-−–+*/^=×÷·⋅√π½⅓⅔¼¾⅛%€£¥₹°≈|!()\[\]{}]|\\[%$]|\\[a-zA-Z]+|\\[,;:! ]"
 _WRITTEN_NUMBER = r"(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _EXPRESSION = re.compile(
     rf"(?:{_MATH_SIGN}|{_WRITTEN_NUMBER}|[a-zA-Z](?=\s*=))(?:\s*(?:{_MATH_SIGN}|{_WRITTEN_NUMBER}|x(?=\s*\d)))*"
 )
-"""A stretch of numbers, signs and commands of LaTeX."""
+"""Matches a run of numbers, mathematical signs and LaTeX commands."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*$]|$)(?<!\d\.(?=\s\d))|\n+")
 _DISPLAY = re.compile(r"\$\$([^$]{0,500})\$\$|\\\[((?:[^\\]|\\(?!\])){0,500})\\\]")
 _MARKUP = re.compile(
@@ -40,24 +43,24 @@ _STATEMENT_WORDS = re.compile(
     r"(?i)\b(?:answer|result|solution|total|value|sum|difference|product|option|choice|it|that)\b[^.]*?"
     r"(?:\b(?:is|are|equals|be|was)\b|[:=])|^\s*\W*(?:so|thus|hence|therefore|no|wait|actually)\b"
 )
-"""A sentence that states the answer's value."""
+"""Matches words of a sentence that states the answer's value, such as "the answer is" or "so"."""
 _OPEN_WORDS = re.compile(
     r"(?i)\b(?:or|either|neither|nor|not|never|cannot|maybe|perhaps|possibly|probably|might|may|could|guess|unsure"
     r"|unlikely|between|wrong|incorrect|except|but|wait|no)\b|n't\b|n’t\b|\?"
 )
-"""Words beside a number that leave the number open, take it back or offer another number."""
+"""Matches words beside a number that leave the number open, withdraw the number or offer another number."""
 _BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z])|\bthan)\s*$")
 _DENIAL = re.compile(
     r"(?i)\b(?:not (?:sure|certain|right|correct)|never|maybe|perhaps|possibly|guess|unsure|wrong|incorrect)\b|\?"
 )
-"""Words that deny or doubt an answer anywhere in the answer's sentence."""
+"""Matches words that deny or doubt the answer, anywhere in the answer's sentence."""
 _ABOUT_WORDS = re.compile(r"(?i)\b(?:about|around|approximately|roughly|nearly|almost|circa)\b|~|-?ish\b")
 _WITHDRAWAL = re.compile(
     r"(?i)\b(?:wait|sorry|oops|correction|then again|wrong|incorrect|mistaken?"
     r"|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
     r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
 )
-"""Words of a later sentence that take a statement back."""
+"""Matches words of a later sentence that withdraw the stated answer."""
 _CHANGES_VALUE = re.compile(
     r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|tens|factorial|divided"
     r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?|over|less|added|increased|decreased|reduced|lakh"
@@ -71,7 +74,7 @@ _SPOKEN_SIGNS = {
     r"(?i)(?:\bsquare )?\broot of\s+(?=[\d$\\.])|\bsqrt\s*(?=[\d(])": "√",
     r"(?<=[\d%])\s+\((?=[^()]*[-+*/=a-zA-Z])(?!(?i:or|not|maybe|perhaps)\b)[^()]*\)": "",
 }
-"""Signs that are written as words, and a remark in brackets behind a number, which explains the number."""
+"""Pattern -> replacement: a sign that is written as a word, or a remark in brackets that explains a number."""
 _LIST_SIGN = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
 _CLAUSE = re.compile(r"[,;:](?!\d)")
 _CLAUSE_END = re.compile(r"[,;:(]")
@@ -93,15 +96,16 @@ _SPLIT_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
 
 
 def is_numeral(text: str) -> bool:
-    """Whether a text is a number that is written out.
+    """Whether a text is a written-out number.
 
-    A fraction may have any terms, but a fraction of integral value (28/2) is a quotient that is still to compute.
+    A fraction need not be reduced, but a fraction of integral value (28/2) is a quotient that is still to be
+    computed.
     """
     return numeral_value(text) is not None
 
 
 def numeral_value(text: str) -> Fraction | None:
-    """The value of a numeral without a percent sign; None for a text that is no numeral."""
+    """The value of a numeral, whose percent sign is ignored; None for a text that is no numeral."""
     text = _SPACE.sub("", text).strip(".")
     while len(text) > 1 and text[0] in "({" and text[-1] in ")}" and _depths(text)[-2] == 1:
         text = text[1:-1]
@@ -129,7 +133,7 @@ def numeral_value(text: str) -> Fraction | None:
 
 
 def _depths(text: str) -> list[int]:
-    """Number of open brackets behind each character."""
+    """Number of brackets that are open after each character of a text."""
     depths = []
     depth = 0
     for character in text:
@@ -141,7 +145,8 @@ def _depths(text: str) -> list[int]:
 def last_members(text: str) -> tuple[str, ...]:
     """The last member of a chain a = b = c, and the exact member before a final approximation.
 
-    Empty for a chain that contradicts itself: numbers have to agree, and approximations to half of the last place.
+    Empty for a chain that contradicts itself: numbers have to be equal, or to agree to half of the last decimal place
+    if the chain has an approximation sign.
     """
     depths = _depths(text)
     members = [""]
@@ -176,7 +181,7 @@ def without_delimiters(text: str) -> str:
 def statement(text: str) -> str:
     """The sentence of a text that states the answer; empty without a statement, or if a later sentence withdraws it.
 
-    The last sentence that states the answer's value, else the last sentence with a number or a formula.
+    The sentence is the last that states the answer's value, or else the last with a number or a formula.
     """
     text = _DISPLAY.sub(lambda formula: " $" + (formula[1] or formula[2] or "").replace("\n", " ") + "$ ", text)
     sentences = [part for part in _SENTENCE_END.split(_MARKUP.sub("", text)) if part and part.strip()]
@@ -195,7 +200,7 @@ def statement(text: str) -> str:
 
 
 def is_open(text_before: str, text_behind: str) -> bool:
-    """Whether the words around an answer leave the answer open, take it back, or offer another answer."""
+    """Whether the words around an answer leave the answer open, withdraw the answer, or offer another answer."""
     beside = " ".join(text_behind.split()[:3])
     return bool(
         _OPEN_WORDS.search(_CLAUSE.split(text_before)[-1])
@@ -211,9 +216,10 @@ def is_denied(sentence: str) -> bool:
 
 
 def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
-    """The number that a text without a box states, and the words behind, perhaps a unit; empty without a number.
+    """(number, following words) that a text without a box states as the answer; both are empty without a number.
 
-    The number is the last expression of the `statement`. exact: "about" and "approximately" leave the number open.
+    The number is the last expression of the `statement`. The words may be a unit. exact: a number after "about" or
+    "approximately" does not count.
     """
     sentence = without_delimiters(statement(text)).rstrip(" .!")
     for pattern, sign in _SPOKEN_SIGNS.items():
@@ -227,7 +233,7 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     text_behind = sentence[last.end() :]
     listed = len(runs) > 1 and _LIST_SIGN.fullmatch(sentence[runs[-2].end() : last.start()])
     rounded = exact and _ABOUT_WORDS.search(_CLAUSE.split(text_before)[-1] + text_behind)
-    # the number of x14, log14 and a_14 belongs to a word
+    # in x14, log14 and a_14 the number is a part of the name
     of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")
     if listed or rounded or of_a_word or is_open(text_before, text_behind):
         return "", ""
@@ -235,9 +241,9 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
 
 
 def leaves_number(words: str, unit: bool = False) -> bool:
-    """Whether words behind a number keep its value: "apples" and "is the answer" do, "squared" does not.
+    """Whether words after a number keep the number's value: "apples" and "is the answer" do, "squared" does not.
 
-    unit: the words may begin with a letter, as in 5cm.
+    unit: a letter may follow the number without a space, as in 5cm.
     """
     return not _CHANGES_VALUE.match(words) and (unit or not re.match(r"[a-zA-Z_!^(]", words))
 
@@ -248,7 +254,7 @@ def compact_form(text: str) -> str:
 
 
 def _comparison_form(text: str) -> str:
-    """A compact text with a/b for fractions and quotients."""
+    """A text in `compact_form`, in which a/b replaces fractions and quotients."""
     text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _quotient_text, text)
     return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", compact_form(text))
 

@@ -20,20 +20,23 @@ class Reading(NamedTuple):
     """Expressions that math-verify reads in a text which is an answer and nothing else."""
 
     whole: list[Any]
-    """The whole text: expressions, and a text."""
+    """Parse of the whole text: sympy expressions, and the source text."""
     values: list[Any]
-    """The text without the unit; empty for a text without unit."""
+    """Parse of the text without the unit; empty for a text without a unit."""
     unit: str
 
 
 NOTHING = Reading([], [], "")
 LONGEST = 2000
-"""Characters of a text that is read: the grammar takes seconds for longer texts."""
+"""Largest number of characters of a text that is parsed, since the grammar takes seconds for longer texts."""
 
 
 @functools.lru_cache(maxsize=64)
 def read(text: str, timeout_s: int | None = None) -> Reading:
-    """The reading of an answer or a reference. timeout_s: by a signal, in the main thread alone; None: no limit."""
+    """math-verify's reading of an answer or a reference; `NOTHING` for a text that is too long.
+
+    timeout_s: limit of each parse, by a signal, so only in the main thread; None: no limit.
+    """
     if len(text) > LONGEST:
         return NOTHING
     text = whole_answer(text)
@@ -47,7 +50,10 @@ def read(text: str, timeout_s: int | None = None) -> Reading:
 
 
 def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
-    """Expressions, and the source text. units: leave out the words that math-verify takes for units."""
+    """The sympy expressions that math-verify finds in a text, and the source text.
+
+    units: leave out the words that math-verify takes for units.
+    """
     # Imported here: both modules import sympy, which only the verifier processes need.
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
@@ -58,7 +64,7 @@ def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> lis
 
 
 def is_text(reading: Reading) -> bool:
-    """Whether a reading has texts alone: math-verify found no mathematics."""
+    """Whether math-verify found no mathematics in a text, so that the reading contains only strings."""
     return all(isinstance(part, str) for part in reading.whole + reading.values)
 
 
@@ -80,9 +86,9 @@ def is_equal(expected: Reading, answer: Reading, timeout_s: int | None = None) -
 
 
 def number_forms(reading: Reading, increment: int = 0) -> list[str]:
-    """A rational number as a fraction, and as a terminating decimal; empty for other expressions.
+    """The LaTeX fraction of a rational number and, if finite, the decimal; empty for a reading of another kind.
 
-    increment: is added to the numerator.
+    increment: integer that is added to the fraction's numerator first.
     """
     from sympy import Expr, Rational
 
@@ -99,7 +105,7 @@ def number_forms(reading: Reading, increment: int = 0) -> list[str]:
 
 
 def _solutions(parts: Iterable[Any]) -> list[Any]:
-    """The sets of inequalities that are solved for the variable, such as 0 <= x < 1, or x < 0, x > 1."""
+    """The solution sets of inequalities in which the variable stands alone, such as 0 <= x < 1, or x < 0, x > 1."""
     from sympy import Intersection, Set, Union
 
     sets = []
@@ -158,7 +164,8 @@ def _equal(gold: Any, answer: Any) -> bool:
 
     expected = _exact(gold)
     value = _exact(answer)
-    # 25 is 25 %, and 12.5 is 12.5 %, but 0.5 % is not 0.5
+    # An answer may lack the percent sign (12.5 is 12.5 %), and an integer may have a needless sign (25 % is 25), but
+    # 0.5 % is not 0.5.
     bare = _exact(get_pct_val(answer, answer))
     if expected == value or (bare == _exact(get_pct_val(gold, gold)) and (bare == value or bare.is_Integer)):
         return True

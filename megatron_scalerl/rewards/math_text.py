@@ -16,7 +16,7 @@ _Rewrites = Mapping[str, str | Callable[[re.Match[str]], str]]
 _TEXT = r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*"
 _DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
 _LONGEST = 200
-"""Most characters of a text in which a unit is searched."""
+"""Largest number of characters of a text in which a unit is searched."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
 _MULTIPLES = {"dozen": "{12}", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}
@@ -34,7 +34,7 @@ _CHARACTERS = {
     "(?=[¼-¾⅐-⅞])": " ",
     r"√\s*(\w+)": r"\\sqrt{\1}",
 }
-"""Characters that NFKC would turn into plain digits: x² into x2, 3½ into 31/2."""
+"""Pattern -> LaTeX of characters that Unicode's NFKC would turn into plain digits: x² into x2, 3½ into 31/2."""
 
 
 def _fraction(decimal: re.Match[str]) -> str:
@@ -88,7 +88,7 @@ _REWRITES: _Rewrites = {
     ),
     r"(?<=\d)(?:,?\\[,;:! ]|~|\{,\})(?=\d{3}(?!\d))": "",
 }
-"""Numbers, styles, degrees inside functions, systems, and symbols that math-verify does not know."""
+"""Pattern -> LaTeX that math-verify reads: numbers, styles, degrees inside functions, systems and unknown symbols."""
 _INTRODUCTION = (
     r"(?:[Tt]he )?(?:(?:final|correct) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice|[Vv]alue|[Rr]esult)(?: is)?\s*:?\s*"
 )
@@ -140,7 +140,7 @@ _VALUE_WITH_UNIT = re.compile(
     rf"(.*?[^\s\\]){_GAP}(\\unit.*)|((?:\w\s*=)?(?:\\[a-zA-Z]+|[^a-zA-Z\\])+?)(?:(?<=\d)\s+|{_GAP}(?![A-Za-z]$))({_UNITS})",
     re.DOTALL,
 )
-"""A value and a unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
+"""Matches a value and a unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
     r"|divided|multiplied|factorial|over|less|added|increased|decreased|reduced|tens|lakh|crore|k"
@@ -152,22 +152,22 @@ _VALUE_WITH_NOTE = re.compile(
     rf"(.*[^\s\\~]){_GAP}{_TEXT}\{{{_NOTE}[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?|(.*\d)\s+{_NOTE}[a-z]{{3,}}(?: [a-z]+)*",
     re.DOTALL,
 )
-"""A value and a text that does not change the value, as in 7\\text{ apples} and 7 apples."""
+"""Matches a value and a text that does not change the value, as in 7\\text{ apples} and 7 apples."""
 
 
 def latex(text: str) -> str:
-    """A text with the characters, numbers and commands that math-verify reads."""
+    """A text, rewritten so that math-verify reads all characters, numbers and commands."""
     text = unicodedata.normalize("NFKC", _rewritten_text(text, _CHARACTERS))
     return _rewritten_text(text.translate(_SIGNS), _REWRITES)
 
 
 def whole_answer(text: str) -> str:
-    """An answer and nothing else: a text without delimiters, introduction and final point."""
+    """The bare answer in a text: no formula delimiters, no introduction such as "the answer is", no final point."""
     return _rewritten_text(latex(_rewritten_text(text.strip(), _DELIMITER_REWRITES)), _ANSWER_REWRITES)
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """The value of a whole answer, and the unit or the base of the digits; a text that is no unit is left out."""
+    """(value, unit or base of the digits) of a bare answer. A text after the value that is no unit is left out."""
     if len(text) > _LONGEST:
         return text, ""
     if base_match := _NUMBER_WITH_BASE.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Counts checks or episodes that could not be made, and ends the pool by an outage."""
+"""Counts the checks or episodes that could not be made, and says when an outage ends the pool."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ MAX_UNAVAILABLE = 64
 RECENT = 256
 """Number of latest checks or episodes; the pool ends where more than half of this number could not be made."""
 TRIES = 3
-"""Number of tries of a check or an episode."""
+"""Largest number of tries of a check or an episode."""
 PAUSES_S = (1.0, 5.0)
 """Pauses between the tries (s)."""
 
@@ -21,9 +21,9 @@ class Outages:
         self._ends: deque[bool] = deque(maxlen=RECENT)
 
     def ended(self, reason: str) -> RuntimeError | None:
-        """Record a check or an episode; returns the error that ends the pool, if any.
+        """Record the end of a check or an episode; returns the error that ends the pool in an outage, else None.
 
-        reason: why the check could not be made in all tries; empty: made.
+        reason: why every try of the check failed; empty for a check that was made.
         """
         self._ends.append(bool(reason))
         ends = list(self._ends)

@@ -67,13 +67,13 @@ from megatron_scalerl.types import CompletionLost, Prompt, Score
 logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 4096
-"""Cached scores, evicted least recently used first."""
+"""Number of cached scores. The least recently used score is evicted first."""
 MAX_DEFAULT_WORKERS = 8
-"""Most verifier processes where the recipe does not set the number."""
+"""Largest number of verifier processes if the recipe sets no number."""
 MOST_ROWS = 16
-"""The pool ends once the verifier has failed for the references of so many rows of the latest checks."""
+"""Number of distinct rows, among the latest checks, with a failure for the reference itself that ends the pool."""
 WAITING_SHARE = 0.1
-"""A check that used a processor for less than this share of the wall-clock limit was waiting for something."""
+"""Share of the wall-clock limit: a check with less processor time than this share was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH",
@@ -89,7 +89,7 @@ INHERITED = (
 )
 """Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 _Kind = tuple[bool, bool]
-"""Whether a check waited for something, and whether the answer had more than the reward of a wrong answer."""
+"""(whether a check waited for something, whether the reward was above the reward of a wrong answer)."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -129,18 +129,18 @@ class VerifierPool:
             settles=lambda death: self._exceeded(death) != "",
         )
         self._first_tries = 0
-        """First tries of checks under way."""
+        """Number of checks whose first try is in progress."""
         self._first_try_ended = asyncio.Event()
-        """Is set, and replaced, when the next first try ends."""
+        """Event that is set when the next first try of a check ends, and is then replaced by a new event."""
         self._made_s = 0.0
         """Start of the latest first try that gave a reward (time of the event loop)."""
         self._rewarded: dict[_Kind, bytes] = {}
-        """The latest request of each kind that gave a reward."""
+        """Kind of check -> the latest request of this kind that gave a reward."""
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
         self._failed_rows: deque[bytes] = deque(maxlen=outages.RECENT)
-        """For each of the latest checks: the row, if the verifier also fails for its reference, else no bytes."""
+        """Digest of each recent check's row if the verifier also failed for the row's reference, else empty bytes."""
         self._failure_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -167,7 +167,7 @@ class VerifierPool:
     async def score(
         self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
     ) -> Score:
-        """The score of one completion; None or a blank text is no answer, a truncated completion is wrong.
+        """The score of one completion. A truncated completion, None and a blank text count as wrong.
 
         tokens: number of tokens that the policy sampled, for rewards.length_penalty.
         Raises CompletionLost (`verifier_lost`) if no process could be started or the check could not be made, and
@@ -182,13 +182,16 @@ class VerifierPool:
         return penalized(score, tokens, self._rewards.length_penalty)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
-        """The score of an episode that the environment has judged; value as of a verifier, tokens as for `score`."""
+        """The score of an episode that the environment has judged.
+
+        value: a bool or a number, as a verifier returns. tokens: number of tokens that the policy sampled.
+        """
         return penalized(self._score_of(Outcome(value=value)), tokens, self._rewards.length_penalty)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why no answer to a prompt may be paid, an exceeded limit included; empty without a problem.
+        """The reason why no answer to a prompt may be rewarded, such as unusable tests; empty for a usable prompt.
 
-        Empty for all prompts of a user's verifier. Raises as `score`.
+        Always empty with a user's verifier. Raises as `score`.
         """
         if self._asks_others:
             return ""
@@ -196,11 +199,11 @@ class VerifierPool:
         return (await self._score_once(None, *row)).reason
 
     async def outcome(self, text: str, prompt: Prompt) -> Outcome:
-        """The outcome of one try of a text, asked afresh. Raises CompletionLost if no process takes the text."""
+        """The outcome of a new check, without the cache. Raises CompletionLost if no process takes the text."""
         return await self._try(pickle.dumps((text, *_row(prompt))))
 
     async def _score_once(self, text: str | None, *row: Any) -> Score:
-        """The score of a text for a row: cached, of an outstanding identical check, or of a new check."""
+        """The score of a text for a row, from the cache, from an identical check in progress, or from a new check."""
         request = pickle.dumps((text, *row))
         key = hashlib.sha256(request).digest()
         if key in self._cache:
@@ -225,7 +228,7 @@ class VerifierPool:
     async def _check(self, key: bytes, request: bytes, forms: Sequence[bytes]) -> Score:
         """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost.
 
-        forms: requests for the forms of the row's reference.
+        forms: requests to check the row's reference itself, in several forms.
         """
         outcome = await self._first_try(request)
         ended_s = asyncio.get_running_loop().time()
@@ -248,7 +251,7 @@ class VerifierPool:
         return score
 
     async def _first_try(self, request: bytes) -> Outcome:
-        """The outcome of a check's first try, whose success is recorded. Raises CompletionLost."""
+        """The outcome of a check's first try; records when a successful try began. Raises CompletionLost."""
         begins = [0.0]
         clock = asyncio.get_running_loop().time
         self._first_tries += 1
@@ -263,9 +266,9 @@ class VerifierPool:
         return outcome
 
     async def _asked_again(self, failure: Outcome, since_s: float, request: bytes, forms: Sequence[bytes]) -> Outcome:
-        """The outcome of a failed check, tried once more if the verifier works. Raises CompletionLost.
+        """The outcome of one more try of a failed check. Raises CompletionLost if the verifier itself fails.
 
-        since_s: end of the first try.
+        since_s: end of the first try (time of the event loop).
         """
         if not failure.unavailable:
             since_s = 0.0
@@ -281,7 +284,7 @@ class VerifierPool:
         raise CompletionLost(failure.reason.strip().splitlines()[-1], reason="verifier_lost")
 
     async def _others_succeed(self, since_s: float) -> bool:
-        """Whether a check that began after `since_s` was made; awaits checks under way, for at most `timeout_s`."""
+        """Whether a check begun after `since_s` gave a reward; waits up to `timeout_s` for checks in progress."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._rewards.timeout_s):
                 while self._first_tries and self._made_s <= since_s:
@@ -291,9 +294,10 @@ class VerifierPool:
     async def _works(self, failure: Outcome, failed: bytes, forms: Sequence[bytes]) -> bool:
         """Whether the verifier, asked afresh, gives a reward for a text that differs from the failed request's text.
 
-        Where the verifier raised, the text is a form of the row's reference if a form has a reward, else the latest
-        answer that had a reward. Many verifiers reject or accept some texts without their judge, which shows nothing
-        of the judge: a text that waited for something is preferred, and a text that did not wait has to be rewarded.
+        The text is the latest answer that had a reward; where the verifier raised, the forms of the row's reference
+        come first. Many verifiers accept or reject some texts without asking a judge, so the check of such a text
+        does not show that the judge works: a text that waited for something is preferred, and a form that did not
+        wait has to get a reward.
         """
         best = max(self._rewarded, default=(False, False))
         if failure.raised:
@@ -311,9 +315,10 @@ class VerifierPool:
         return outcome.waited, self._score_of(outcome).reward > self._rewards.incorrect
 
     async def _try(self, request: bytes, *, alone: bool = False, begun: Callable[[], None] = lambda: None) -> Outcome:
-        """The outcome of a try. After the death of the process: a `limit`, and an `error` if a retry may differ.
+        """The outcome of one try of a check. Raises CompletionLost if no process took the request.
 
-        alone, begun: as for `WorkerPool.ask`. Raises CompletionLost.
+        If the process died, the outcome has a `limit`, and an `error` if a retry may differ. alone, begun: as for
+        `WorkerPool.ask`.
         """
         try:
             outcome, _ = await self._workers.ask(b"", request, alone=alone, begun=begun)
@@ -321,24 +326,24 @@ class VerifierPool:
             if not death.read:
                 reason = f"no verifier process took a completion: {death}"
                 if death.late or death.code is not None:
-                    # other requests are refused for the death of other workers
+                    # All remaining refusals are due to the death of other workers, and are not counted.
                     self._count(reason)
                 raise CompletionLost(reason, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
             error = str(death) if death.late or limit == "crash" else ""
             reason = ""
             if death.late and death.busy < WAITING_SHARE and self._asks_others:
-                reason = f"{self._rewards.verifier}: {death}, while it waited"
+                reason = f"{self._rewards.verifier}: {death}, mostly spent on waiting for a service"
             return Outcome(limit=limit, error=error, unavailable=reason)
         return outcome
 
     @property
     def _asks_others(self) -> bool:
-        """Whether the verifier is the user's, which does not wait for the answer's program."""
+        """Whether the verifier is a user's function, which may wait for a service, not for the answer's program."""
         return ":" in self._rewards.verifier
 
     def _exceeded(self, death: WorkerDied) -> str:
-        """The check's limit that ended a process, empty if no limit did."""
+        """Name of the limit, `timeout` or `memory`, that ended a process; empty if the process died otherwise."""
         if not death.read:
             return ""
         if death.late or death.code == -signal.SIGPROF:
@@ -348,14 +353,14 @@ class VerifierPool:
     def _count(self, reason: str, row: bytes = b"") -> None:
         """Count a scored check, or a check that is lost for a `reason`; ends the pool if too many checks are lost.
 
-        row: the check's row, if the verifier also raises for the row's reference; else empty.
+        row: digest of the check's row if the verifier also raised for the row's reference, else empty.
         """
         end = self._outages.ended(reason)
         self._failed_rows.append(row)
         if row and len({*self._failed_rows} - {b""}) >= MOST_ROWS:
             end = RuntimeError(
-                f"rewards.verifier {self._rewards.verifier!r} gave no reward for {MOST_ROWS} rows among the "
-                f"latest {outages.RECENT} checks, nor for their references; the last time:\n{reason}"
+                f"rewards.verifier {self._rewards.verifier!r} failed for {MOST_ROWS} rows among the latest "
+                f"{outages.RECENT} checks, even when the answer was the reference; the last failure:\n{reason}"
             )
         if end is not None:
             self._workers.end(end)
@@ -382,12 +387,14 @@ class VerifierPool:
 
 
 def _row(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    """The reference and the columns of a prompt, as a verifier gets both."""
+    """(reference, extra) of a prompt, the second and third argument of a verifier."""
     return prompt.answer, {**prompt.extra, "prompt": prompt.text}
 
 
 def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
-    """The environment of a process of the user's code, without tokens, keys and agents unless `passed` names them.
+    """The environment variables of a process with the user's code: `INHERITED`, and the variables named in `passed`.
+
+    So access tokens and keys are absent unless the recipe names the variables.
 
     setting: key of the recipe that has `passed`. Raises ValueError if a variable of `passed` is not set.
     """
@@ -401,7 +408,7 @@ def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
 
 
 def limits_of(rewards: RewardsSection) -> Limits:
-    """The limits of a check."""
+    """The resource limits of a check, from the recipe's `rewards`."""
     return Limits(cpu_s=rewards.cpu_s, memory_mb=rewards.memory_mb, file_mb=rewards.file_mb)
 
 
@@ -411,7 +418,7 @@ def default_workers() -> int:
 
 
 def _audit_pool(task: Task) -> VerifierPool:
-    """The pool of a task's second judge, which is asked like a verifier; the judge of `math` needs one process."""
+    """The pool of a task's second judge, which has a verifier's interface. The judge of `math` gets one process."""
     settings: dict[str, object] = {"verifier": task.audit, "length_penalty": None, "truncated": "exclude"}
     if task.audit in AUDITS.values():
         settings["workers"] = 1
@@ -450,10 +457,10 @@ class TaskPools:
         try:
             verdict = await self._audits[prompt.task].score(text_after_thinking, prompt)
         except CompletionLost as lost:
-            logger.warning("validation.audit: no verdict on an answer: %s", lost)
+            logger.warning("validation.audit: the second judge gave no verdict on an answer: %s", lost)
             return score
         except RuntimeError as ended:  # the second judge changes no reward, and ends no run
-            logger.warning("validation.audit: it fails again and again, and is not asked any more: %s", ended)
+            logger.warning("validation.audit: the second judge failed too often, and is not used any more: %s", ended)
             self._audits.pop(prompt.task, None)
             return score
         return replace(score, confirmed=verdict.correct)
@@ -463,5 +470,5 @@ class TaskPools:
         return self._pools[prompt.task].paid(value, prompt, tokens=tokens)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why no answer to a prompt may be paid; raises as `VerifierPool.problem_of`."""
+        """The reason why no answer to a prompt may be rewarded; empty for a usable prompt. Raises as `score`."""
         return await self._pools[prompt.task].problem_of(prompt)

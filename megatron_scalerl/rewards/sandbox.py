@@ -1,6 +1,7 @@
 """Runs programs in a sandbox, from the process of a verifier.
 
-    process started -> "unshared" -> id maps written -> request sent -> "ready" -> a result for each run -> closed
+    process started -> "unshared" received -> id maps written -> request sent -> "ready" received
+        -> a result for each run received -> closed
 
 Each `Sandbox` is a set of processes with separate user, process, network, mount, IPC and UTS namespaces
 (`sandbox_init`). The file system has nothing of the host but the Python interpreter (`sandbox_root`). A filter allows
@@ -28,9 +29,9 @@ from megatron_scalerl.rewards.sandbox_guest import PASSED
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 UNPRIVILEGED = 65534
-"""The user id of programs where root starts the sandbox."""
+"""User id under which programs run in a sandbox that root has started."""
 END_TIMEOUT_S = 10.0
-"""Seconds for the processes of a closed sandbox to be gone."""
+"""Time limit for the processes of a closed sandbox to end (s)."""
 
 
 class SandboxError(VerifierUnavailable):
@@ -44,13 +45,13 @@ class Result:
     code: int
     """Exit status; negative: the signal that ended the run, SIGKILL for more output than the limit."""
     output: bytes
-    """Standard output, cut beyond the limit; for tests, the verdict."""
+    """Standard output, cut beyond the limit; for a run of tests, `PASSED` or nothing."""
     cpu_left_s: float
-    """Processor time left of the run's limit (s); below 0, the limit is exceeded."""
+    """Processor time that is left of the run's limit (s); negative if the run exceeded the limit."""
 
 
 class Sandbox:
-    """A sandbox, closed by `with`. The programs of one request run inside in sequence."""
+    """A sandbox for the runs of one request, one after another. Leaving the `with` block closes the sandbox."""
 
     def __init__(self, limits: Limits, *, deadline: float | None = None):
         """Raises SandboxError if the sandbox cannot be made.
@@ -112,7 +113,7 @@ class Sandbox:
             yield result
 
     def run_tests(self, program: str, tests: str, entry_point: str = "") -> bool:
-        """True if the program passes: program and tests run in two processes (`sandbox_guest`).
+        """True if the program passes the tests. Program and tests run in separate processes (`sandbox_guest`).
 
         entry_point: the function that the tests' `check` is called with. Raises SandboxError if the sandbox cannot be
         built.
@@ -141,11 +142,11 @@ class Sandbox:
             while unsent:
                 unsent = unsent[self._process.stdin.write(unsent) or 0 :]
         except BrokenPipeError:
-            raise SandboxError("the sandbox's process has ended") from None
+            raise SandboxError("the sandbox's process ended before the program was sent") from None
         self._expect("ready")
 
     def _map_ids(self) -> None:
-        """Map this user into the sandbox's namespace; for root, map the programs' user as well."""
+        """Map this user's id into the sandbox's user namespace; for root, also the id UNPRIVILEGED of programs."""
         user = os.geteuid()
         group = os.getegid()
         folder = Path(f"/proc/{self._process.pid}")
@@ -158,7 +159,7 @@ class Sandbox:
             (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
             (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")
         except OSError as error:
-            raise SandboxError(f"users {user} and {UNPRIVILEGED} cannot be mapped: {error.strerror}") from None
+            raise SandboxError(f"user {user} cannot map user ids into the sandbox: {error.strerror}") from None
 
     def _expect(self, word: str) -> None:
         words = self._line()
@@ -167,7 +168,7 @@ class Sandbox:
             raise SandboxError(f"a sandbox (user namespaces of Linux) cannot be made: {reason}")
 
     def _result(self) -> Result | None:
-        """The next result, None if the program has ended the sandbox.
+        """The result of the next run; None if the program has ended the sandbox's processes.
 
         Raises SandboxError for a program that could not be started.
         """
@@ -185,7 +186,7 @@ class Sandbox:
         return Result(code=int(code), output=output, cpu_left_s=float(cpu_left_s))
 
     def _line(self) -> list[str]:
-        """The words of the next line, none at the end."""
+        """The words of the next line from the sandbox; an empty list at the end."""
         while b"\n" not in self._buffer:
             if not self._read():
                 return []
@@ -193,13 +194,13 @@ class Sandbox:
         return line.decode().split()
 
     def _read(self) -> bool:
-        """Read more; False at the end. Raises SandboxError after the deadline."""
+        """Read more output into the buffer; returns False at the end. Raises SandboxError after the deadline."""
         assert self._process.stdout is not None
         remaining_s = None
         if self._deadline is not None:
             remaining_s = max(0.0, self._deadline - time.monotonic())
         if not select.select([self._process.stdout], [], [], remaining_s)[0]:
-            raise SandboxError("a sandbox has not answered in time")
+            raise SandboxError("a sandbox has not answered before the check's deadline")
         part = self._process.stdout.read(1 << 20) or b""
         self._buffer += part
         return bool(part)

@@ -1,13 +1,14 @@
-"""Runs a program in the sandbox; the interpreter gets this text by -c. Standard library only.
+"""Runs a program, or the tests of a program, in the sandbox. The interpreter gets this text by -c.
 
 Roles, by the first argument:
 
     program   runs the program, which reads standard input
-    solution  runs the program, then calls functions of the program for the process with the tests
-    tests     runs tests, in a second process, by the text of sandbox_tests.py, which is the third argument
+    solution  runs the program, then answers calls of the program's functions from the process with the tests
+    tests     runs the tests in a second process; the third argument is the text of sandbox_tests.py
 
-The program has no access to the process with the tests: a program sees arguments and chooses results, no more. Values
-cross as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
+The program has no access to the process with the tests: the program sees only arguments and chooses only results.
+Plain values are copied between the processes as JSON. Any other object stays in the process of the program, and the
+tests hold a `Remote` that stands for the object. This file imports only the standard library.
 
 Programs run as on competition sites: names of the standard library that a program uses without an import are imported
 (`SITE_MODULES`), annotations are not evaluated, integers may have any number of digits.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # every run of a program pays for imports
     from typing import Any, BinaryIO
 
 SOURCE = 3
-"""File descriptor of the program's or the tests' text; the next are for requests, replies and the verdict."""
+"""File descriptor from which the text of the program, or of the tests, is read."""
 REQUESTS = 4
 REPLIES = 5
 VERDICT = 6
@@ -40,9 +41,12 @@ SITE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
-"""Modules that competition sites import for every program, with all names; later modules win."""
+"""Modules whose names every program may use without an import, as on competition sites.
+
+Of two modules with the same name inside, the later module counts.
+"""
 _HEAD = 8
-"""Bytes of a message's length."""
+"""Size of the length that precedes each message (bytes)."""
 _VALUES = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "fractions": ("Fraction",),
@@ -50,11 +54,11 @@ _VALUES = {
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "builtins": ("range", "bytearray"),
 }
-"""Types of the standard library whose values cross as copies, by constructor arguments and items."""
+"""Module -> types of the standard library whose values are copied between program and tests."""
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
 """Types that tests may hand to a program."""
 _NUMBER = "_number_of_tests_"
-"""Attribute of an exception that a function of the tests raised."""
+"""Name of the attribute that numbers an exception which a function of the tests has raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests instead of failing the tests."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -66,12 +70,15 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 }
 _BINARY_NAMES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
 _BINARY_OPERATIONS = {f"__{name}__": getattr(_operator, name) for name in _BINARY_NAMES}
-"""Operations on two objects of the program. An operation with a value of the tests would show the expected value."""
+"""Name -> operation that is allowed only on two objects of the program.
+
+With a value of the tests, the program's method would see the expected value.
+"""
 _SPECIAL |= _BINARY_OPERATIONS
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
-    """Plain data as JSON values; `encode_object` encodes any object that is not plain data."""
+    """A value as JSON data for the other process; `encode_object` encodes an object that is no plain data."""
     if value is None or isinstance(value, bool):
         return value
     # The program may have written the methods of a subclass: only the plain value crosses.
@@ -101,7 +108,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, handle: Callable[[int], Any]) -> Any:
-    """Inverse of `encode`; `handle` makes the object for a handle's number."""
+    """The value that `encode` has encoded; `handle` returns the object with a given number."""
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
     if not isinstance(value, dict):
@@ -139,7 +146,7 @@ def fill(container: Any, items: Any) -> None:
 
 
 def send(file: BinaryIO, message: Any) -> None:
-    """Write one message."""
+    """Write one message: the length, then the JSON text."""
     import json
 
     body = json.dumps(message).encode()
@@ -148,7 +155,7 @@ def send(file: BinaryIO, message: Any) -> None:
 
 
 def receive(file: BinaryIO) -> Any:
-    """The next message, None at the end."""
+    """The next message of `send`, decoded; None at the end of the file."""
     import json
 
     head = file.read(_HEAD)
@@ -156,7 +163,7 @@ def receive(file: BinaryIO) -> Any:
 
 
 def site_names(source: str) -> dict[str, Any]:
-    """Names from `SITE_MODULES`, and the modules, that a program uses and does not bind."""
+    """Name -> value of each name in `SITE_MODULES`, and each module, that a program uses without a definition."""
     used: set[str] = set()
     bound = set(dir(builtins))
     tables = [_symtable.symtable(source, "<text>", "exec")]
@@ -172,9 +179,9 @@ def site_names(source: str) -> dict[str, Any]:
 
 
 def run_as(name: str, source: str, given_names: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
-    """Run a text as the module `name`; returns the names that the text binds to other values than `given_names`.
+    """Run a Python text as the module `name`; returns the names that the text defines or changes, with values.
 
-    tree: the text's tree, if changed.
+    given_names: name -> value at the start. tree: the syntax tree to run in place of the text.
     """
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)(name)
@@ -195,12 +202,12 @@ def run_as(name: str, source: str, given_names: dict[str, Any], tree: ast.Module
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
-    """Run a program; returns the names that the program binds. name: "__main__", or an imported module's name."""
+    """Run a program as the module `name`; returns the names that the program defines, with values."""
     return run_as(name, source, site_names(source))
 
 
 class Solution:
-    """The program's side: answers calls until the tests end."""
+    """The process of the program: calls the program's functions for the tests until the tests end."""
 
     def __init__(self, source: str):
         self._objects: list[Any] = []
@@ -213,7 +220,11 @@ class Solution:
         self._printed = sys.stdout
 
     def serve(self) -> Any:
-        """Answer requests in order, until the tests end or return the result of a function of the tests."""
+        """Answer the requests of the tests in order; ends the process when the tests end.
+
+        A program that calls a function of the tests enters this method again: the method then returns the function's
+        result, or raises the function's exception.
+        """
         while (request := receive(self._requests)) is not None:
             if "returned" in request:
                 return decode(request["returned"], self._object)
@@ -239,7 +250,7 @@ class Solution:
         os._exit(0)
 
     def _new_output(self) -> str:
-        """The program's output since the last call, for tests that read it; at most 1 MiB."""
+        """The program's output since the last call, at most 1 MiB, for tests that capture output."""
         buffer = self._printed.buffer
         text = buffer.getvalue()[: 1 << 20].decode("utf8", "replace")  # type: ignore[attr-defined]
         buffer.seek(0)
@@ -247,7 +258,7 @@ class Solution:
         return text
 
     def _object(self, number: int) -> Any:
-        """An object of the program; for a negative number a function of the tests, run in the tests' process."""
+        """The program's object with this number; for a negative number, a function that the tests' process runs."""
         if number >= 0:
             return self._objects[number]
 
@@ -293,7 +304,7 @@ class Solution:
 
 
 def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> Exception:
-    """An exception of the standard library, or a RuntimeError in place of a type in `refused_types`."""
+    """A builtin exception with this type name; a RuntimeError for an unknown type or a type in `refused_types`."""
     kind: Any = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused_types):
         try:
@@ -304,14 +315,14 @@ def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> 
 
 
 def _kind_names(kind: type[BaseException]) -> list[str]:
-    """Names of an exception's classes up to the first builtin class."""
+    """Names of an exception type and the base classes, up to and with the first builtin class."""
     names = [k.__name__ for k in kind.__mro__]
     standard = [getattr(builtins, k.__name__, None) is k for k in kind.__mro__]
     return names[: standard.index(True) + 1]
 
 
 async def _awaitable(value: Any) -> Any:
-    """Await a result of the program in the program's process."""
+    """The awaited value if `value` is awaitable, else `value` itself."""
     if hasattr(value, "__await__"):
         return await value
     return value
@@ -328,7 +339,7 @@ def _awaited_result(value: Any) -> Any:
 
 
 def main() -> None:
-    """Play the role of the first argument."""
+    """Run the program or the tests, as the role in the first argument says."""
     _, role, *role_arguments = sys.argv
     sys.argv = [f"{role}.py"]  # programs and unittest.main expect this form
     sys.set_int_max_str_digits(0)

@@ -31,11 +31,13 @@ if TYPE_CHECKING:  # typing is slow to import, and this program starts for every
     from typing import Any
 
 THREADS = 64
-"""Threads of all programs of a sandbox, with process 1."""
+"""Largest number of threads of all programs in a sandbox, process 1 included."""
 OPEN_FILES = 64
 CPU_SLACK_S = 0.1
-"""Least processor seconds past the limit until the kernel ends a program: the use is then above the limit by any
-clock."""
+"""Least processor time above the limit at which the kernel ends a program (s).
+
+So every clock shows that the program has exceeded the limit.
+"""
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
 _FLAGS = sum(_NEW.values()) | 0x40000000  # the last flag is CLONE_NEWNET
@@ -59,7 +61,7 @@ def check_call(result: int, call_name: str) -> None:
 
 
 class _Results:
-    """Writes results to the process that started the sandbox: a line with the size of the output, then the output."""
+    """Writes results to the process that started the sandbox: a line with the output's size, then the output."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "wb")
@@ -73,7 +75,7 @@ class _Results:
 
 
 def main() -> None:
-    """Make the namespaces, then process 1; exit when process 1 and all its descendants are gone."""
+    """Make the namespaces and start process 1; exit when process 1 and all descendants have ended."""
     die_with_parent(int(sys.argv[1]))
     results = _Results()
     try:
@@ -148,10 +150,10 @@ class _Programs:
         self._tests = tests
         self._cpu_left = 0.0
         self._started = False
-        """Whether a program has run: the program may have caused later failures."""
+        """Whether a program has run: a later failure to start a program may then be the program's fault."""
 
     def run(self) -> None:
-        """Write a result for each run. Raises _NotStarted."""
+        """Run the program or the tests, and write a result for each run. Raises _NotStarted for the first program."""
         program = self._request["program"].encode(errors="replace")
         tests = self._request["tests"]
         try:
@@ -206,11 +208,11 @@ class _Programs:
         return os.waitstatus_to_exitcode(status)
 
     def _start(self, arguments: list[str], stdin: int, stdout: int, ends: list[int]) -> int:
-        """Start the interpreter: -c with these arguments, and `ends` as its descriptors from 3 on.
+        """Start the interpreter with -c and these arguments; `ends` become the descriptors 3, 4, and so on.
 
         Raises _NotStarted.
         """
-        # exec closes the pipe; after a failed exec the pipe brings the reason
+        # A successful exec closes this pipe; after a failed exec the reason is read from the pipe.
         read_end, write_end = os.pipe()
         try:
             pid = os.fork()
@@ -224,7 +226,7 @@ class _Programs:
             self._started = True
             return pid
         try:
-            # All descriptors move up first: one of the descriptors may occupy a place from 0 on.
+            # All descriptors are first copied to high numbers, since a copy below may need any low number.
             write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
             ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
             copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
@@ -261,9 +263,10 @@ class _Programs:
 
 
 def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
-    """Write the feeds and read one output until a process exits, or writes more than the limit and is killed.
+    """The output of a process, read until the process exits, or is killed for more than `limit` bytes of output.
 
-    feeds: descriptor -> text. Ends this process when the pipe of requests is closed. Closes all descriptors.
+    feeds: descriptor -> text to write meanwhile. Exits from this process when the pipe of requests is closed. Closes
+    all descriptors.
     """
     poll = select.poll()
     poll.register(0, select.POLLHUP)
@@ -315,7 +318,7 @@ def _feed(fd: int, text: bytes) -> bytes:
 
 
 def _read_into(received: bytearray, fd: int) -> bool:
-    """Read the available bytes; False at the end or if no byte is available."""
+    """Append the available bytes of a descriptor; returns False at the end or if no byte is available."""
     try:
         part = os.read(fd, _CHUNK)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Whether this host can isolate programs: a program in a real sandbox tries actions that must fail."""
+"""Finds out whether this host can isolate programs: a program in a sandbox tries actions that must fail."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from megatron_scalerl.rewards.sandbox_seccomp import MACHINE, is_supported
 
 TIMEOUT_S = 60.0
 MEMORY_MB = 4096
-"""Memory of the probe: enough for all threads, so that only the limit of threads can stop a thread."""
+"""Memory limit of the probe (MiB): enough for all threads, so that only the limit of threads counts."""
 FEWEST_THREADS = 8
-"""Threads that a program must be able to start."""
+"""Smallest number of threads that a program must be able to start."""
 _HEAD = "rewards.verifier code: this host cannot isolate programs"
 _PROBE = f"""
 import json, os, socket, threading
@@ -49,7 +49,7 @@ print(json.dumps({{
 
 
 def check_sandbox(limits: Limits) -> None:
-    """Try a sandbox, and a program within `limits`. Raises ValueError, in one line, if this host cannot run both."""
+    """Raises ValueError, in one line, if this host cannot isolate a program, or run a program within `limits`."""
     if not is_supported() or sys.platform != "linux":
         raise ValueError(f"{_HEAD}: it is {sys.platform} on {os.uname().machine}, not linux on {MACHINE}")
     leaks = json.loads(_run(_PROBE, Limits(cpu_s=TIMEOUT_S, memory_mb=MEMORY_MB, file_mb=0)).output)
@@ -57,16 +57,16 @@ def check_sandbox(limits: Limits) -> None:
     # Before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host.
     if not FEWEST_THREADS <= threads < THREADS:
         raise ValueError(
-            f"{_HEAD}: a program can start {threads} threads; with Linux 5.14 it is {FEWEST_THREADS} to {THREADS}"
+            f"{_HEAD}: a program can start {threads} threads; Linux from 5.14 on allows {FEWEST_THREADS} to {THREADS}"
         )
     # The interpreter's folder has to be visible; in /usr or /lib no further folder is needed.
     prefix = sys.base_prefix.split("/")[1]
     leaks["files of the host"] = [name for name in leaks["files of the host"] if name != prefix]
     for leak, value in leaks.items():
         if value:
-            raise ValueError(f"{_HEAD}: a program has {leak}{_value_text(value)}")
+            raise ValueError(f"{_HEAD}: a program in a sandbox has {leak}{_value_text(value)}")
     if _run("pass", limits).code:
-        raise ValueError(f"rewards.memory_mb: {limits.memory_mb} MiB are too few for the verifier code's interpreter")
+        raise ValueError(f"rewards.memory_mb: {limits.memory_mb} MiB are too few to start Python in a sandbox")
 
 
 def _value_text(value: Any) -> str:
@@ -74,7 +74,7 @@ def _value_text(value: Any) -> str:
 
 
 def _run(program: str, limits: Limits) -> Result:
-    """Run a program once. Raises ValueError if there is no sandbox, or no interpreter inside."""
+    """The result of a program in a new sandbox. Raises ValueError if sandbox or interpreter do not start."""
     try:
         with Sandbox(limits, deadline=time.monotonic() + TIMEOUT_S) as sandbox:
             results = list(sandbox.run(program, [""], [1 << 16]))

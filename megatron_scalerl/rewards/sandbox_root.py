@@ -1,4 +1,4 @@
-"""The file system of a sandbox: an empty tree with the Python interpreter, read-only, and a small /tmp.
+"""Builds the file system of a sandbox: only the Python interpreter, read-only, and a small /tmp.
 
 Runs in process 1 of `sandbox_init`, with the rights of the new namespaces. The host's tree is detached before a
 program starts: paths that are not listed here, such as /proc and /sys, do not exist inside. Imports only the standard
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 TMP_FILES = 256
-"""Inodes of /tmp."""
+"""Largest number of files in /tmp (inodes)."""
 MIB = 2**20
 _BIND = 4096
 _RECURSIVE = 16384
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> str:
-    """Replace this mount namespace's tree; returns the interpreter's path in the new tree. Raises OSError.
+    """Replace the file system of this mount namespace; returns the interpreter's path inside. Raises OSError.
 
     executable: the interpreter, without symbolic links. libraries: the interpreter's folders, besides the system's
     folders. file_mb: the largest file of a program (MiB); /tmp holds four such files.
@@ -61,7 +61,7 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
 
 
 def _show(path: str) -> None:
-    """Make a path of the host visible, a symbolic link as a link; does nothing for an absent path."""
+    """Make a path of the host visible in the sandbox. A symbolic link stays a link; an absent path is left out."""
     source = "/host" + path
     if os.path.lexists(path) or not os.path.lexists(source):
         return
@@ -77,7 +77,7 @@ def _show(path: str) -> None:
 
 
 def _make_read_only() -> None:
-    """Make every mount of the tree read-only, also the mounts below a folder of the host."""
+    """Make every mount in the sandbox read-only, with the mounts inside a folder of the host."""
     # mount(MS_REMOUNT) would reach the topmost mount alone
     attributes = struct.pack("=QQQQ", _ATTRIBUTES, 0, 0, 0)
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))

@@ -1,4 +1,4 @@
-"""The system calls of a program in the sandbox: a seccomp filter for x86-64 that allows a list and refuses the rest.
+"""The seccomp filter of programs in the sandbox (x86-64): allows a list of system calls and refuses the rest.
 
 A program may compute, read and write files, start threads and execute a new program in its place. A program may not
 start a process, make a socket (except a connected pair, for asyncio), trace, mount, or make a namespace. A refused
@@ -16,9 +16,9 @@ import os
 import struct
 
 MACHINE = "x86_64"
-"""The architecture whose numbers are below, as the kernel names it."""
+"""The kernel's name of the architecture to which the system call numbers in this file belong."""
 _ARCH = 0xC000003E
-"""AUDIT_ARCH_X86_64 of linux/audit.h."""
+"""The number of x86-64 in a seccomp filter: AUDIT_ARCH_X86_64 of linux/audit.h."""
 _X32 = 0x40000000
 _CLONE = 56
 _CLONE3 = 435
@@ -53,34 +53,34 @@ _ALLOWED_CALLS = {
     "prlimit64": 302, "getrandom": 318, "rseq": 334,
 }
 # fmt: on
-"""Name -> number, of arch/x86/entry/syscalls/syscall_64.tbl."""
+"""Name -> number of each allowed system call (arch/x86/entry/syscalls/syscall_64.tbl)."""
 
 _KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000
 _ALLOW = 0x7FFF0000
-"""Results of a filter, of linux/seccomp.h."""
+"""Actions that the filter may return for a system call (linux/seccomp.h)."""
 _LOAD = 0x20
 _EQUAL = 0x15
 _AT_LEAST = 0x35
 _ANY_BIT = 0x45
 _RETURN = 0x06
-"""Opcodes of classic BPF: load a word, jump if equal, if at least, if a bit is set, return."""
+"""Opcodes of classic BPF: load a word; jump if equal, if at least, or if a bit is set; return."""
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
-"""Offsets in struct seccomp_data, little-endian."""
+"""Offsets of fields in struct seccomp_data (bytes); arguments are little-endian."""
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog."""
+    """The struct sock_fprog of linux/filter.h: length and address of a filter."""
 
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
 def is_supported() -> bool:
-    """True on the architecture that the filter is written for."""
+    """True if this host has the architecture for which the filter is written."""
     return os.uname().machine == MACHINE
 
 

@@ -1,6 +1,8 @@
-"""The tests' side in the sandbox: `sandbox_guest` executes this text after its own, in the process of the tests.
+"""Runs the tests of a program in the sandbox: `sandbox_guest` executes this text in the process of the tests.
 
-    names of the program arrive -> tests run, each use of a name is a request -> every assertion leaves a verdict
+    the program's process sends the names that the program defines
+    -> the tests run; each use of a name is a request to the program's process
+    -> every assertion leaves a verdict in `VERDICTS`
 
 The process reports that the program passed only if at least one assertion was evaluated and all assertions held.
 """
@@ -38,10 +40,10 @@ if TYPE_CHECKING:  # every run pays for imports
 
 
 class Remote:
-    """An object of the program, for the tests: the program carries out each operation on the object.
+    """Stands for an object of the program in the process of the tests; the program's process does each operation.
 
-    A remote equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both
-    sides come from the program, the program's __eq__ decides.
+    A remote never equals a value of the tests, so that the program's __eq__ cannot decide an assertion with an
+    expected value. If both sides are objects of the program, the program's __eq__ decides.
     """
 
     def __init__(self, tests: Tests, number: int):
@@ -79,7 +81,7 @@ def _special(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *args: Any) -> Any:
         if name in _BINARY_OPERATIONS and not isinstance(args[0], Remote):
             if name not in ("__eq__", "__ne__"):
-                _new_verdict()  # the following TypeError must not pay
+                _new_verdict()  # a test that catches the following TypeError has to fail
             return NotImplemented
         if name == "__exit__":  # the program's result must not hide a failing assertion
             self._tests.ask(name, self._number)
@@ -94,7 +96,7 @@ for _name in _SPECIAL:
 
 
 class Tests:
-    """The side of the tests: runs tests, and asks the program's process for each use of the program."""
+    """Runs the tests, and asks the program's process for each use of the program."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(REQUESTS, "wb")
@@ -109,8 +111,8 @@ class Tests:
         """Run the text, then the tests that the text defines. Raises the exception of a failing test.
 
         Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
-        is called with the program's `entry_point`. At least one assertion has to be evaluated, and each evaluated
-        assertion has to hold, whatever the tests do with the exception: AssertionError.
+        is called with the program's `entry_point`. Raises AssertionError if no assertion was evaluated, or if an
+        evaluated assertion did not hold, even if the tests caught the exception.
         """
         import ast
 
@@ -145,7 +147,10 @@ class Tests:
     def ask(
         self, operation: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """The result of a call in the program's process; mutable arguments change as in that process."""
+        """The result of an operation in the program's process, which may also change mutable arguments.
+
+        number: number of the object. args, keywords: arguments of the operation.
+        """
         with self._lock:  # the tests may have threads
             return self._ask(operation, number, args, keywords)
 
@@ -173,7 +178,7 @@ class Tests:
         return self._result(reply)
 
     def _called_back(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The result or the exception of a function of the tests, for the program."""
+        """The reply to a program that calls a function of the tests: the function's result or exception."""
         arguments = [decode(item, self._remote) for item in call["args"]]
         keywords = {key: decode(item, self._remote) for key, item in call["keywords"].items()}
         try:
@@ -183,7 +188,7 @@ class Tests:
             return {"raised": len(self._raised) - 1, "kind": type(error).__name__, "message": str(error)}
 
     async def _awaited_reply(self, reply: dict[str, Any]) -> Any:
-        """The result of awaiting a call, which the program has already awaited."""
+        """An awaitable for the tests, whose result the program's process has already awaited."""
         return self._result(reply)
 
     def _result(self, reply: dict[str, Any]) -> Any:
@@ -197,7 +202,7 @@ class Tests:
         return decode(reply["result"], self._remote)
 
     def _answer(self) -> Any:
-        """The next message; without a valid message the process exits, so that no test goes on."""
+        """The next message of the program's process. Without a valid message this process exits without a verdict."""
         try:
             message = receive(self._replies)
         except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -207,10 +212,11 @@ class Tests:
         return message
 
     def _names(self, program: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
-        """Names of the program for the tests. program: the program's message about each name.
+        """Name -> value of the program's names that the tests use.
 
-        A name that is also a builtin is the builtin: the program cannot replace `all` or `isinstance`. The entry
-        point stays the program's, as does the only name that the tests use. A program without any tested name fails.
+        program: name -> the message of the program's process about the value.
+        The program cannot replace a builtin such as `all`, unless the builtin's name is the entry point or the only
+        name that the tests use. Raises AssertionError if the program defines no name that the tests use.
         """
         import ast
 
@@ -223,7 +229,7 @@ class Tests:
             used.add("Solution")
         tested = {n for n in used & program.keys() if "module" not in program[n] and not n.startswith("__")}
         names = {name: self._local(program[name]) for name in tested}
-        assert tested & {entry_point, "Solution"} or (tested and not entry_point), "the program has no tested name"
+        assert tested & {entry_point, "Solution"} or (tested and not entry_point), "program defines no tested name"
         if len(tested) > 1:
             tested = {name for name in tested if name == entry_point or not hasattr(builtins, name)}
             names = {name: names[name] for name in tested}
@@ -234,7 +240,7 @@ class Tests:
         return names
 
     def _local(self, name_message: dict[str, Any]) -> Any:
-        """The value of a name of the program. An exception becomes a class here as well, for tests to catch."""
+        """The value of a name of the program. For an exception type, a class is made here, which tests can catch."""
         if "exception" not in name_message:
             return decode(name_message["value"], self._remote)
         *derived, standard = name_message["exception"]
@@ -254,8 +260,8 @@ class Tests:
         if hasattr(type(value), "__next__"):
             return {"i": encode(list(value), self._number)}
         if not callable(value):
-            _new_verdict()  # the following TypeError must not pay
-            raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
+            _new_verdict()  # a test that catches the following TypeError has to fail
+            raise TypeError(f"tests can hand only plain data and functions to a program, no {type(value).__name__}")
         self._functions.append(value)
         return {"h": -len(self._functions)}
 
@@ -266,7 +272,7 @@ _CALL_HOOK = "_assertion_was_called_"
 _AWAIT_HOOK = "_awaitable_"
 """Names of hooks that the instrumented text of the tests calls."""
 VERDICTS: list[list[bool]] = []
-"""Whether an assertion held, for each assertion that began. Tests may swallow an exception, but no verdict."""
+"""[whether the assertion held] for each assertion that began. Tests may catch an exception, but change no verdict."""
 
 
 def _new_verdict() -> list[bool]:
@@ -277,20 +283,20 @@ def _new_verdict() -> list[bool]:
 
 
 def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
-    """Record the truth of an assertion, and return it. verdict: None where the tests expect an exception."""
+    """Record and return whether an assertion held. verdict: None where the tests expect an exception."""
     verdict = verdict or _new_verdict()
     verdict[0] = bool(value)
     return verdict[0]
 
 
 def _call_result(verdict: list[bool] | None, value: Any) -> Any:
-    """The result of an assertion method of unittest. The assertion held, so the verdict is true."""
+    """Record that an assertion method of unittest returned, so the assertion held; returns the method's result."""
     _recorded_verdict(verdict, True)
     return value
 
 
 class _FailedAssertion(AssertionError):
-    """The exception of unittest for an assertion that does not hold."""
+    """The exception that unittest raises for an assertion that does not hold; each instance records a failure."""
 
     def __init__(self, *args: Any) -> None:
         _new_verdict()
@@ -298,7 +304,7 @@ class _FailedAssertion(AssertionError):
 
 
 def _end_threads() -> None:
-    """Wait for the threads of the tests. A running daemon fails the tests: the daemon's assertions may never come."""
+    """Wait for the threads of the tests. A running daemon thread fails the tests, since assertions may be missing."""
     threading = sys.modules.get("threading")
     if threading is not None:
         if any(thread.daemon for thread in threading.enumerate()):
@@ -308,7 +314,7 @@ def _end_threads() -> None:
 
 
 def _instrumented_tree(tree: ast.Module) -> ast.Module:
-    """The tests' tree with hooks that record assertions, and that make plain values awaitable."""
+    """The syntax tree of the tests, with calls of hooks that record assertions and make plain values awaitable."""
     import ast
 
     def call(name: str, *arguments: ast.expr) -> ast.Call:
@@ -316,7 +322,7 @@ def _instrumented_tree(tree: ast.Module) -> ast.Module:
 
     class Hooks(ast.NodeTransformer):
         expecting = False
-        """Whether a context around the node expects an exception."""
+        """Whether the node is in a `with` block that expects an exception."""
 
         def begin_call(self) -> ast.expr:
             return ast.Constant(None) if self.expecting else call(_BEGIN_HOOK)
@@ -347,7 +353,7 @@ def _instrumented_tree(tree: ast.Module) -> ast.Module:
 
 
 def _run_test(name: str, value: Any) -> None:
-    """Run the value of a name if the value is a test: a function test*, a class Test*, or a class of unittest."""
+    """Run the value of a name if the value is a test: a function test*, a class Test*, or a unittest.TestCase."""
     unittest = sys.modules.get("unittest")
     if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
         result = unittest.TestResult()
@@ -380,7 +386,7 @@ def _call(function: Any, *arguments: Any, **keywords: Any) -> None:
 
 
 _CASES = "_cases_"
-"""Attribute of a function with the arguments of each call, a list of dicts."""
+"""Name of a test function's attribute with the keyword arguments of each call, a list of dicts."""
 
 
 class _Raises:
@@ -400,7 +406,7 @@ class _Raises:
         self.value = value
         raised = kind is not None and issubclass(kind, self._kinds)
         if not _recorded_verdict(None, raised and (self._match is None or re.search(self._match, str(value)))):
-            raise AssertionError("another exception or none") from value
+            raise AssertionError("the expected exception was not raised") from value
         return True
 
 
@@ -456,11 +462,11 @@ def _pytest() -> Any:
 
 
 class _Row(tuple):  # type: ignore[type-arg]
-    """Arguments of one case: pytest.param."""
+    """The arguments of one case of a parametrized test, made by pytest.param."""
 
 
 def _replace(argument: Any, update: Any) -> None:
-    """Change an argument in place, as the call did in the program's process."""
+    """Change a mutable argument in place to the value that the call left in the program's process."""
     if type(argument) is type(update) and hasattr(type(argument), "clear"):
         argument.clear()
         fill(argument, update)

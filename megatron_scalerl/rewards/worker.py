@@ -34,11 +34,14 @@ from megatron_scalerl.rewards.limits import (
 )
 
 RETIRE_GROWTH = 2.0
-"""A worker that grew by this many times `memory_mb` since the verifier's load is replaced: checks may leak."""
+"""A worker whose address space grew by this many times `memory_mb` is replaced, since checks may leak memory."""
 MOST_FAILURES = 16
-"""Failed checks of a coroutine function in a row after which the process is replaced: a check may spoil a process."""
+"""Number of failed checks of a coroutine function in a row after which the process is replaced.
+
+A check may have damaged the state of the process.
+"""
 MOST_REWARD = 1e6
-"""Largest absolute value of a reward: squares of larger rewards overflow in a batch's spread."""
+"""Largest absolute value of a reward. The variance of larger rewards in a batch might overflow."""
 CONNECTION_ERRORS = frozenset(
     [
         "ClientConnectionError",
@@ -51,7 +54,7 @@ CONNECTION_ERRORS = frozenset(
         "TimeoutException",
     ]
 )
-"""Classes of aiohttp, httpx, requests and http.client for a connection that was refused or broken."""
+"""Names of exceptions of aiohttp, httpx, requests and http.client for a connection that was refused or broke."""
 UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
@@ -74,21 +77,21 @@ class Outcome:
     value: bool | float | None = None
     """The verifier's result, a bool or a finite float."""
     limit: str = ""
-    """The limit that was exceeded: `memory` or `timeout`."""
+    """The limit that was exceeded, `memory` or `timeout`; `crash` if the process died otherwise; empty if neither."""
     unavailable: str = ""
-    """Why the check could not be made."""
+    """The reason why the check could not be made, such as a judge that does not answer; else empty."""
     error: str = ""
-    """The traceback of a verifier that raised or returned no reward."""
+    """The traceback of a verifier that raised or returned no reward; else empty."""
     unusable: str = ""
-    """Why no answer to the prompt may be paid."""
+    """The reason why no answer to the prompt may be rewarded; empty for a usable prompt."""
     returned: str = ""
-    """The message about a result that is no reward, unless the verifier returned None."""
+    """The message about a returned value that is neither a reward nor None; else empty."""
     waited: bool = False
     """Whether the verifier waited for something, such as a judge, before giving the reward."""
 
     @property
     def raised(self) -> bool:
-        """Whether the verifier raised or returned no reward, without a sign that the world was at fault."""
+        """Whether the verifier raised or returned no reward, without a sign of an outage or an exceeded limit."""
         return self.error != "" and not self.unavailable and not self.limit
 
     @property
@@ -98,12 +101,12 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Why the verifier failed."""
+        """The reason why the verifier failed, or the traceback."""
         return self.unavailable or self.error
 
 
 def load_verifier(spec: str, limits: Limits) -> Verifier:
-    """The function for `math`, `code` or `module:function`. Raises ValueError, in one line, if it is unusable."""
+    """The verifier `math`, `code` or `module:function` as a function. Raises ValueError, in one line, if unusable."""
     if spec == "math":
         from megatron_scalerl.rewards import math
 
@@ -118,7 +121,7 @@ def load_verifier(spec: str, limits: Limits) -> Verifier:
 
 
 def check_verifier(spec: str) -> None:
-    """Raises ValueError, in one line, for a verifier that cannot be loaded; does not ask for the host's sandbox."""
+    """Raises ValueError, in one line, for a verifier that cannot be loaded. Does not try a sandbox for `code`."""
     if spec not in ("math", "code"):
         _custom(spec)
 
@@ -155,7 +158,10 @@ class NoReward(ValueError):
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
-    """Run one check, a pickle, within the limits: of an answer, or, for the answer None, of the prompt."""
+    """Check an answer within the limits; for the answer None, check the prompt instead.
+
+    check: pickle of (answer, reference, extra), or of (None, verifier, question, reference, columns).
+    """
     waits = _waits()
     try:
         with limited_check(limits):
@@ -178,24 +184,24 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
 
 
 def _waits() -> int:
-    """Times that this process has waited for another process, a device or the network."""
+    """Number of times that this process has waited for another process, a device or the network."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 
 
 def _returned(error: BaseException) -> str:
-    """The message about a verifier's result, if the result is the error."""
+    """The message of a NoReward; empty for any other error."""
     return _text(str(error)) if isinstance(error, NoReward) else ""
 
 
 def reward_of(value: Any) -> bool | float:
-    """The reward that a verifier returned, or that the returned mapping has as `score`.
+    """The reward in a verifier's returned value: the value itself, or the `score` of a mapping.
 
     Raises NoReward, and ValueError for None.
     """
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if inspect.isawaitable(value):
-        raise NoReward("it returned a coroutine; make the function and its decorators `async def`")
+        raise NoReward("it returned a coroutine; declare the function and all decorators `async def`")
     if value is None:
         raise ValueError("it returned None; return False for a wrong answer")
     try:
@@ -203,7 +209,7 @@ def reward_of(value: Any) -> bool | float:
             value = value.item()
         if isinstance(value, bool):
             return value
-        # a text has no `__float__`
+        # A string has no `__float__`, and is refused.
         number = value.__float__()
         if abs(number) <= MOST_REWARD:
             return float(number)
@@ -211,12 +217,12 @@ def reward_of(value: Any) -> bool | float:
         pass
     raise NoReward(
         f"it returned {repr(value)[:100]}; it has to return True, False, a number up to {MOST_REWARD:g}, or a dict "
-        "with one of these as score"
+        "with such a value under the key score"
     )
 
 
 async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outcome:
-    """Run one check of a coroutine function, which asks a service: without a reward the service has failed."""
+    """Run one check of a coroutine function. No reward counts as a failure of the service that the function asks."""
     import asyncio
 
     limit = asyncio.timeout(timeout_s)
@@ -234,7 +240,7 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
         trace = traceback.format_exc()[-4000:]
         if limit.expired():
             computed = time.process_time() - begin
-            reason = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
+            reason = f"no answer within {timeout_s:g} s, in which the verifier process computed for {computed:.1f} s"
             trace = ""
         elif is_unavailable(error):
             trace = ""
@@ -242,7 +248,10 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
 
 
 def problem_of(limits: Limits, verifier: str, question: str, reference: str, columns: dict[str, Any]) -> str:
-    """Why no answer to a prompt may be paid; empty without a problem. Raises as `code_checks.problem_of`."""
+    """The reason why no answer to a prompt may be rewarded; empty for a usable prompt.
+
+    Raises as `code_checks.problem_of`.
+    """
     from megatron_scalerl.rewards import code_checks, math
 
     if verifier == "math":
@@ -251,11 +260,11 @@ def problem_of(limits: Limits, verifier: str, question: str, reference: str, col
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Whether the service that a verifier asks (a judge over HTTP) failed, and not the answer.
+    """Whether an error means that the service which a verifier asks (a judge over HTTP) failed.
 
-    An HTTP status of the exception, its response or its causes decides first: 408, 429 and 5xx are failures of the
-    service. Without a status, the failures are a refused, broken or impossible connection, a name that does not
-    resolve, and a wait that ended. Any other exception, including other OSErrors, may be the answer's doing.
+    An HTTP status of the exception, the response or a cause decides first: 408, 429 and 5xx are failures of the
+    service. Without a status, failures of the service are a refused, broken or impossible connection, a host name
+    that does not resolve, and a timeout. The answer may have caused any other exception, such as another OSError.
     """
     links = list(_links(error, set()))
     for link in links:
@@ -271,7 +280,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An exception, the exceptions of a group, and the causes of all."""
+    """An exception with all causes and contexts, and for an exception group, all members."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
@@ -298,12 +307,12 @@ def _status(error: BaseException) -> int | None:
 
 
 def _text(text: str) -> str:
-    """The text in a form that JSON can hold: an error may quote half a pair of surrogates."""
+    """The text with lone surrogates escaped, since JSON cannot hold a lone surrogate that an error may quote."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
-    """The function that runs checks, or why the verifier cannot be used."""
+    """The function that runs checks, or the reason (str) why the verifier cannot be used."""
     setup = msgspec.json.decode(setup_json, type=Setup)
     limits = setup.limits
     try:
@@ -321,7 +330,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
 
         return judge_answer
     if setup.verifier != "code":
-        # the sandbox of `code` limits programs, and needs room for input
+        # `code` limits programs in the sandbox, whose processes need room for the input.
         limit_process(limits)
     loaded = address_space()
 

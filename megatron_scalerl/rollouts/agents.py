@@ -1,4 +1,4 @@
-"""The route by which agents ask the policy: a server on loopback, and a session for each episode.
+"""The HTTP server on loopback by which agents ask the policy, with a session for each episode.
 
     run(row, agent) --POST /v1/chat/completions, /inference/v1/generate--> Session --context--> ask() --> engine
 
@@ -59,22 +59,21 @@ CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
 """The largest size of a request (bytes)."""
 BODY_S = 60.0
-"""Time limit for the arrival of a request, and for a connection without a request (s)."""
+"""Time limit for the arrival of a request's body, and of the next request on an open connection (s)."""
 TOKEN_BYTES = 16
-"""Bytes that a body may have for each token of a context, in addition to OTHER_BYTES. An id takes at most 8 bytes, a
-token in words 5 bytes.
+"""Largest size of a request's body for each token of a context (bytes), in addition to OTHER_BYTES.
 
-A decoder takes 16 us for a byte of special tokens.
+An id takes at most 8 bytes, a token in words 5 bytes. A decoder takes 16 us for a byte of special tokens.
 """
 OTHER_BYTES = 2**16
-"""Bytes that a body may have in addition to the context."""
+"""Largest size of the parts of a request's body that are no context (bytes)."""
 IGNORED_SETTINGS = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
 """
 """Settings of a request that have no effect: the run decides how the policy is sampled."""
 ID_CLIENT_SETTINGS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
-"""Settings of clients that send ids. Such clients get ids with log-probs in any case."""
+"""Further settings without effect in requests with token ids, whose answers always have ids with log-probs."""
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -84,25 +83,24 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "content_parts": ([],),
 }
-"""Settings that a request may have with these values alone. Every setting without a name here has to be null."""
+"""Setting of a request -> allowed values besides null. An unknown setting without an entry has to be null."""
 
 
 MOST_STRANGERS = 256
-"""Limit of connections that have shown no known key. Above the limit the oldest connection is closed once
-STRANGER_S has passed."""
+"""Number of connections without a known key above which the oldest such connection is closed after STRANGER_S."""
 STRANGER_S = 5.0
-"""Time limit for a connection to show a key (s). Many agents connect at once when episodes begin."""
+"""Least time that a connection has to show a key (s). Many agents connect at once when episodes begin."""
 ENDS = 64
-"""Number of latest episodes among which cuts by `max_tokens` are counted."""
-UNKNOWN = "the key is of no episode in progress: send agent.api_key of this call of run"
-GONE = "the episode has ended by a limit, such as environment.max_turns; its run is cancelled"
-NO_ROUTE = f"there is no such route: ask POST {CHAT}, POST {GENERATE} or GET /v1/models"
+"""Number of latest episodes among which episodes that `max_tokens` has truncated are counted."""
+UNKNOWN = "the API key belongs to no episode in progress: send agent.api_key of this call of run"
+GONE = "the episode has ended by a limit, such as environment.max_turns, so the call of run is cancelled"
+NO_ROUTE = f"the path is unknown: use POST {CHAT}, POST {GENERATE} or GET /v1/models"
 REQUEST_ERRORS = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors for which a request is refused; JSON that is too deep is a RecursionError, a kind of RuntimeError."""
+"""Exceptions that a malformed request may cause, and for which the request is refused."""
 
 
 class LimitReached(Exception):
-    """A limit ended the episode."""
+    """A limit, such as environment.max_turns, ended the episode."""
 
 
 class AnswerCut(LimitReached):
@@ -110,32 +108,32 @@ class AnswerCut(LimitReached):
 
 
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
-"""A function that samples a turn after a context [N]; see `EpisodeSampler._ask`."""
+"""A function that samples the policy's next turn after a context [N] of token ids (`EpisodeSampler._ask`)."""
 
 
 @record
 class Conversation:
-    """A conversation after a turn of the policy."""
+    """A conversation up to and with a turn of the policy, whose token ids are known."""
 
     messages: tuple[list[Message], ...] = ()
-    """[turns] the messages before each turn."""
+    """[turns] the environment's messages before each turn of the policy."""
     turns: tuple[PastTurn, ...] = ()
     part: Part = Part(array("I"), 0)
     tokens: int = 0
-    """Tokens of the part up to the end of the last turn."""
+    """Number of tokens of `part` up to the end of the last turn."""
 
 
 @record
 class _Job:
-    """A request in the form in which `ask` samples a turn."""
+    """A request, converted to the token ids after which the policy samples the answer."""
 
     context: list[int]
     tools: str = "[]"
     """The tools as JSON."""
     conversation: Conversation = Conversation()
-    """The conversation, with the new messages."""
+    """The known conversation, extended by the new messages of the request."""
     digest: Any = None
-    """Hash of tools and messages. The policy's answer is added to this hash."""
+    """Hash of tools and messages, to which the policy's answer is added later."""
 
 
 class _Text(msgspec.Struct):
@@ -166,7 +164,7 @@ class _Salted(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The body of a request, on either path. Fields of sampling_params count as fields of the request."""
+    """The body of a request with messages or token ids. Fields of sampling_params count as fields of the body."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     messages: list[_Message] = []
@@ -175,21 +173,21 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
     stop: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(max_length=16)] | None = None
-    """Texts at which the answer ends."""
+    """Stop strings: texts at which the answer ends."""
 
 
 Reply = tuple[int, str, bytes]
-"""(status, type, body) of an answer. The same reply may be sent several times."""
+"""(HTTP status, content type, body) of an answer, which may be sent several times."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A recorded request."""
+    """A recorded request of an agent, with the answer."""
 
     digest: bytes
     answer: asyncio.Task[Reply]
     reader: Any = None
-    """The handler that has got the answer, or waits for the answer, in the try in progress."""
+    """The handler that has sent the answer to the agent in this try, or waits for the answer; else None."""
 
 
 class Session:
@@ -207,10 +205,10 @@ class Session:
         vocabulary: int,
         tokens: int,
     ):
-        """sessions: key -> session of a try in progress. agent: address without a key. vocabulary: number of ids of
-        the policy. tokens: limit of a context."""
+        """sessions: key -> session of a try in progress. agent: address without a key. vocabulary: number of token
+        ids of the policy. tokens: largest number of tokens of a context."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that ends with the error that ended the episode."""
+        """Future that gets the exception which ends the episode, such as LimitReached."""
         self._agent = agent
         self._ask = ask
         self._decoders = decoders
@@ -223,11 +221,11 @@ class Session:
         self._requests = 0
         self._record: list[_Entry] = []
         self.unasked: set[_Entry] = set()
-        """Requests of earlier tries that this try has not asked yet."""
+        """Recorded requests of earlier tries that the agent has not repeated in this try."""
         self._texts: list[str] = []
-        """Answers of the policy."""
+        """Texts of the policy's answers."""
         self._conversations: dict[bytes, Conversation] = {}
-        """Digest of tools and messages, the policy's messages included -> conversation."""
+        """Digest of tools and all messages, the policy's included -> conversation."""
         self._handlers: set[asyncio.Task[Any]] = set()
         """Handlers of the requests in flight."""
         self._request_in_flight = asyncio.Event()
@@ -237,7 +235,7 @@ class Session:
         self._no_request.set()
 
     def begin(self) -> Agent:
-        """Begin a try of the run."""
+        """Begin a try of `run`; returns the argument of `run`, with a new key."""
         self.unasked = set(self._record)
         for entry in self._record:
             entry.reader = None
@@ -246,13 +244,13 @@ class Session:
         return self._agent
 
     def end(self) -> None:
-        """End the try: from now on the try's agent is refused."""
+        """End the try: the key becomes unknown, and requests in progress are cancelled."""
         self._sessions.pop(self._agent.api_key, None)
         for handler in self._handlers:
             handler.cancel()
 
     async def silent(self) -> None:
-        """Return once no request has been in flight for the time limit."""
+        """Return once no request has been in flight for environment.timeout_s seconds."""
         while True:
             await self._no_request.wait()
             try:
@@ -262,8 +260,7 @@ class Session:
                 return
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers. The list is empty while recorded requests are unasked, since the answers then come
-        from several runs."""
+        """The policy's answers in the last try; empty if the try did not repeat all recorded requests."""
         if self.unasked:
             return []
         return self._texts
@@ -274,7 +271,7 @@ class Session:
         await cancelled(self.over, *self._handlers, *(entry.answer for entry in self._record))
 
     async def answer(self, path: str, data: bytes) -> web.Response:
-        """The answer to a request, recorded or new."""
+        """The answer to an agent's request: the recorded answer to an equal request, or a new answer."""
         handler: Any = asyncio.current_task()
         self._handlers.add(handler)
         self._no_request.clear()
@@ -316,17 +313,17 @@ class Session:
         return entry
 
     async def _new(self, path: str, data: bytes, number: int) -> Reply:
-        """The answer to a new request. number: number of the request in the episode, from 0."""
+        """The answer to a request that is not recorded. number: number of the request in the episode, from 0."""
         try:
             if number >= self._settings.max_turns:
                 raise LimitReached("environment.max_turns")
             if len(data) > self._most_bytes:
-                raise LimitReached(f"a request of {len(data)} bytes leaves no room (environment.episode_tokens)")
+                raise LimitReached(f"a request has {len(data)} bytes, too many for environment.episode_tokens")
             try:
                 request = _read(path, data)
                 job = await (self._messages(request) if path == CHAT else self._ids(request))
             except REQUEST_ERRORS as problem:
-                return _refusal(400, f"{problem} (docs/environments.md says what a request may have)")
+                return _refusal(400, f"{problem} (docs/environments.md lists the allowed settings)")
             max_tokens = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
             limits = {"max_tokens": max_tokens, "stop": request.stop or ()}
             part, turn, decoded = await self._ask(job.context, number=number, tools=job.tools, **limits)
@@ -344,17 +341,17 @@ class Session:
             return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Job:
-        """The job of a request with token ids, in the form of vLLM's generate route."""
+        """The job of a request with token ids, which has the form of vLLM's generate endpoint. Raises ValueError."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
-            raise ValueError(f"token_ids: they have to be ids below {self._vocabulary}, at least one")
+            raise ValueError(f"token_ids: send at least one id, and only ids below {self._vocabulary}")
         return _Job(context=request.token_ids)
 
     async def _messages(self, request: _Body) -> _Job:
-        """The job of a request with messages. The longest known conversation at their start keeps its ids."""
+        """The job of a request with messages. If the messages continue a known conversation, its ids are kept."""
         messages = list(map(_plain_message, request.messages))
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("messages: the last one has to be of user, tool or system")
+            raise ValueError("messages: the last message has to have the role user, tool or system")
         tools = msgspec.json.encode(request.tools or []).decode()
         digest = hashlib.sha256(tools.encode())
         answered = Conversation()
@@ -400,8 +397,8 @@ FINISHED = {"index": 0, "finish_reason": "stop"}
 
 
 def _read(path: str, data: bytes) -> _Body:
-    """The request in a body. Raises ValueError or RecursionError for a malformed body, and for settings that the
-    route does not honor."""
+    """Decode a request. Raises ValueError or RecursionError for a malformed body, and for settings that the server
+    does not honor."""
     body = msgspec.json.decode(data, type=dict[str, Any])
     body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
     known_names = [*_Body.__struct_fields__, *IGNORED_SETTINGS.split()]
@@ -411,7 +408,7 @@ def _read(path: str, data: bytes) -> _Body:
         name for name in body.keys() - set(known_names) if body[name] not in (None, *ALLOWED_VALUES.get(name, ()))
     ]
     if refused_names:
-        raise ValueError(f"{', '.join(refused_names)}: leave it out, as the run decides how its policy is sampled")
+        raise ValueError(f"{', '.join(refused_names)}: leave it out, since the run decides how the policy is sampled")
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
     return msgspec.convert(body, _Body)
@@ -422,7 +419,7 @@ def _json(value: dict[str, Any], status: int = 200) -> Reply:
 
 
 def _refusal(status: int, text: str) -> Reply:
-    """A refusal, as an error in the form that OpenAI's client reads."""
+    """The reply that refuses a request, as an error in the form that OpenAI's client reads."""
     text = text.encode(errors="replace").decode()
     return _json({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
 
@@ -440,7 +437,7 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _plain_message(message: _Message) -> Message:
-    """A message for the chat template; messages that say the same are equal."""
+    """A message in the form for the chat template, in which messages with equal content are equal."""
     text = message.content or ""
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
@@ -456,7 +453,7 @@ def _plain_message(message: _Message) -> Message:
 
 
 def _plain_call(call: _Call) -> dict[str, Any]:
-    """A call in the form that chat templates read: arguments that are JSON become objects."""
+    """A tool call in the form for chat templates: arguments that are JSON become objects."""
     arguments: Any = call.function.arguments
     with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(arguments)
@@ -464,9 +461,9 @@ def _plain_call(call: _Call) -> dict[str, Any]:
 
 
 def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, Any]:
-    """The policy's message. An unreadable call stays in the text.
+    """The policy's answer as a chat message. A tool call that cannot be read stays in the text.
 
-    prefix: start of the id that a call without an id gets. stops: texts before which the message ends.
+    prefix: start of the id that a tool call without an id gets. stops: stop strings, before which the message ends.
     """
     content = decoded.text or ""
     readable = [call for call in decoded.tool_calls if not call.error]
@@ -489,7 +486,7 @@ def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, A
 
 
 class _RefusedConnection(asyncio.Protocol):
-    """A connection above the limit of connections, which is closed at once."""
+    """Closes a connection at once, since the server has the largest number of connections."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection."""
@@ -497,21 +494,20 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class AgentServer:
-    """The server of all sessions; `async with` starts and closes it.
+    """The HTTP server of all sessions; `async with` starts and closes the server.
 
-    Connections: at most half of the files that this process may open (`launch.hosts.files_needed`).
+    The number of connections is at most half of the files that this process may open (`launch.hosts.files_needed`).
     """
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        """Key of a try -> session."""
+        """API key of a try in progress -> session."""
         self._key = secrets.token_urlsafe(32)
         """The value of `Agent.route_key`."""
         self._strangers: dict[Any, float] = {}
-        """Connection that has shown no known key -> time of arrival (s, time of the loop). The oldest connection
-        comes first."""
+        """Connection without a known key so far -> time of arrival (s, time of the event loop), the oldest first."""
         self._cut: deque[bool] = deque(maxlen=ENDS)
-        """Whether `max_tokens` ended each of the latest episodes."""
+        """[latest episodes] whether `max_tokens` of an agent's request ended the episode."""
 
     async def __aenter__(self) -> AgentServer:
         application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
@@ -547,7 +543,7 @@ class AgentServer:
 
     @contextlib.asynccontextmanager
     async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
-        """A session in a block. arguments, limits: the arguments of `Session` after `agent`."""
+        """A new session, which ends with the block. arguments, limits: the arguments of `Session` after `agent`."""
         port = self._server.sockets[0].getsockname()[1]
         agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key="", model=MODEL, route_key=self._key)
         session = Session(self._sessions, agent, *arguments, **limits)
@@ -559,14 +555,14 @@ class AgentServer:
         if sum(self._cut) > 0.9 * ENDS:
             logger.warning(
                 "max_tokens of the agent's requests has truncated %d of the latest %d episodes, which are "
-                "not trained; raise it, or leave it out",
+                "not trained on; raise max_tokens in the agent, or leave the setting out",
                 sum(self._cut),
                 ENDS,
             )
             self._cut.clear()
 
     def _admit(self, request: web.Request) -> str:
-        """The key of a request whose body may be read. Raises HTTPUnauthorized."""
+        """The API key of a request whose body may be read. Raises HTTPUnauthorized for an unknown key."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._sessions and request.headers.get(ROUTE_HEADER) != self._key:
             raise web.HTTPUnauthorized(text=UNKNOWN)
@@ -574,7 +570,7 @@ class AgentServer:
         return key
 
     def _session_of(self, key: str, data: bytes) -> Session:
-        """The session of a key, or of the body's cache_salt (`environments.verifiers`). Raises HTTPUnauthorized."""
+        """The session of an API key, which may also be the body's cache_salt. Raises HTTPUnauthorized."""
         if key not in self._sessions:
             with contextlib.suppress(msgspec.MsgspecError, RecursionError):
                 key = msgspec.json.decode(data, type=_Salted).cache_salt

@@ -1,4 +1,4 @@
-"""Adds the columns that the run's algorithm asks for to the tokens of a group, before the group is stored."""
+"""Adds the algorithm's columns, such as a teacher's log-probabilities, to each token of a group before storage."""
 
 import asyncio
 import logging
@@ -18,20 +18,19 @@ from megatron_scalerl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
-"""Pauses between the tries. A judge or teacher that is down for a minute must not end the run."""
+"""Pauses between the tries of `score` (s). A judge or teacher that is down for a minute must not end the run."""
 SCORE_S = 600.0
-"""Limit of one try. Without a limit, a judge that accepts a connection and never answers would hold the batch for
-ever."""
+"""Time limit of one try of `score` (s). Otherwise a judge that never answers would hold the batch for ever."""
 
 
 Score = Callable[[RolloutGroup, Sequence[RolloutArrays]], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class Teachers:
-    """Asks the teacher of a group's task for the log-probabilities of its samples, one request a sample.
+    """Asks the teacher of a group's task for the log-probabilities of the group's samples, one request a sample.
 
-    A request waits for a teacher that is being started again, and is repeated then. The watchdog ends a teacher that
-    hangs, and the run ends where a teacher is given up, so there is no other limit of time.
+    A request that fails because the teacher ended is repeated once the teacher is started again. Requests have no
+    time limit: the watchdog ends a teacher that hangs, and the run ends if a teacher is not started again.
     """
 
     def __init__(self, recipe: Recipe, engines: Membership):
@@ -39,7 +38,7 @@ class Teachers:
         self._engines = engines
 
     async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
-        """[samples] for each sample, the column that `Distilled` needs. Raises EngineError."""
+        """[samples] the column `teacher_logprobs` (nats) of each sample, for `Distilled`. Raises EngineError."""
         task = group.prompt.task
         name = TEACHER + next(name for name, section in self._sections.items() if task in (section.tasks or [task]))
         parts = [part for completion in group.completions for part in completion.samples]
@@ -66,9 +65,9 @@ class Teachers:
 async def with_columns(
     algorithm: ScaleRL, group: RolloutGroup, samples: Sequence[bytes], score: Score | None = None
 ) -> list[bytes]:
-    """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `score`.
+    """The samples of a group with the columns of `score`, in the format of `rollout_bytes.write`.
 
-    score: the method of `Teachers`, which has no limit of time; None: the algorithm's own method.
+    score: the method of `Teachers`, which has no time limit; None: the algorithm's own method.
 
     Raises RuntimeError, which ends the run, if every try failed: `score` raised, took more than `SCORE_S`, or gave
     other columns.
@@ -82,7 +81,7 @@ async def with_columns(
         except Exception as error:
             if pause_s is None:
                 raise RuntimeError(
-                    f"algorithm: score of group {group.group_id} failed in every try, at last by {error!r}"
+                    f"algorithm: score of group {group.group_id} failed in every try; the last error: {error!r}"
                 ) from error
             logger.warning("algorithm: score of group %d failed and is tried again: %r", group.group_id, error)
             await asyncio.sleep(pause_s)
@@ -90,20 +89,19 @@ async def with_columns(
 
 
 def scored(sample: RolloutArrays, named_columns: Mapping[str, Any], algorithm: ScaleRL) -> RolloutArrays:
-    """A sample with columns. Raises ValueError for other names, and for a sampled token without a finite number.
+    """A sample with the columns of `score`.
 
-    Stored columns are trained on after every restart: a stored NaN would end the run again and again.
+    Raises ValueError for wrong names, and for a sampled token without a finite number: stored columns are trained on
+    again after a restart, so a stored NaN would end the run each time.
     """
     if {*named_columns} != {*algorithm.columns}:
-        raise ValueError(
-            f"score gave the columns {sorted(named_columns)}; they have to be {sorted(algorithm.columns)}"
-        )
+        raise ValueError(f"score returned the columns {sorted(named_columns)} instead of {sorted(algorithm.columns)}")
     with np.errstate(over="ignore"):
         columns = {name: np.asarray(named_columns[name], np.float32) for name in algorithm.columns}
     for name, column in columns.items():
         if column.shape != sample.loss_mask.shape or not np.isfinite(column[sample.loss_mask]).all():
             raise ValueError(
-                f"column {name} has shape {column.shape}; it needs a finite number for each of "
+                f"column {name} has shape {column.shape}, and has to have a finite number for each of the "
                 f"{len(sample.loss_mask)} tokens"
             )
     return replace(sample, columns=columns)

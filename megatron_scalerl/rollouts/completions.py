@@ -9,14 +9,14 @@ from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.types import BlockRef
 
 Source = tuple[BlockRef | None, int]
-"""(block of a group, position of a sample in it)."""
+"""(block of a group, position of a sample in the block)."""
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
-    """A reader of samples by number in `sources` (`controller.samples.BatchPlan`), which works in a thread.
+    """A function that reads the samples with given numbers in `sources`, in a thread.
 
-    Only the bytes of these completions are read, and verified. The reader raises ValueError naming the file for a
-    damaged group, and OSError.
+    Only the bytes of the asked samples are read, and each checksum is verified. The function raises ValueError,
+    naming the file, for a damaged group, and OSError.
     """
     folder = run_dir / "rollouts"
 

@@ -35,7 +35,7 @@ from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
 
 TOOL_SETS = 16
-"""Number of sets of tools for which a process keeps a renderer."""
+"""Number of different lists of tools for which a process keeps a renderer of turns."""
 
 
 @record
@@ -43,10 +43,9 @@ class AnswerFormat:
     """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """An interruption plan of the run. All plans have the same closing tag of thinking; None for a policy without
-    tags."""
+    """Any interruption plan of the run, since all plans have the same closing tag; None for a policy without tags."""
     think_end: str
-    """The closing tag as text."""
+    """The closing tag of thinking as text."""
     hidden_ids: frozenset[int]
     """Tokens that are not part of the text: special tokens and tokens that end a completion."""
 
@@ -55,9 +54,9 @@ class AnswerFormat:
         return 0 if self.plan is None else self.plan.thinking_end(token_ids)
 
     def answer_text(self, token_ids: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str | None:
-        """The text after thinking, the whole text of a policy without tags; None if thinking did not end.
+        """The text after thinking, or the whole text of a policy without tags; None if thinking did not end.
 
-        token_ids: [T] the completion. decode: token ids to text, special tokens included.
+        token_ids: [T] the completion. decode: turns token ids into text, special tokens included.
         """
         start = self.answer_start(token_ids)
         if start is None:
@@ -73,66 +72,66 @@ class AnswerFormat:
 
 @record
 class TurnSettings:
-    """The settings of `prompts.turns.TurnRenderer` and of the parser of tool calls."""
+    """The settings by which turns are rendered (`prompts.turns.TurnRenderer`) and tool calls are parsed."""
 
     prompts: str
-    """The recipe's section, settled, as JSON."""
+    """The recipe's section prompts, with all defaults, as JSON."""
     end_ids: tuple[int, ...]
     thinking: Literal["keep", "strip"]
     tools: str = "[]"
-    """Tools that the template shows and whose calls are read, as JSON."""
+    """The tools that the chat template shows to the policy, and whose calls are parsed, as JSON."""
 
 
 @record
 class Setup:
-    """The settings of all jobs of a run."""
+    """The settings of a decoder process, which are the same for all requests of a run."""
 
     answer: AnswerFormat
     tokenizer: str | None
-    """tokenizer.json of the policy; None without this file: transformers then loads the tokenizer from `policy`."""
+    """Text of the policy's tokenizer.json; None without this file, so that transformers loads the tokenizer."""
     policy: str
     """Hugging Face folder of the policy."""
     episodes: bool = False
-    """Whether there are requests with `talk`."""
+    """Whether the run has episodes of several turns, so that requests may have `talk`."""
 
 
 @record
 class Request:
-    """A response to decode, whose body follows; if there are messages, messages to render as tokens."""
+    """A request to decode a response, whose body follows, or, with messages, to render the messages as tokens."""
 
     plan: Plan | None = None
-    """The response's interruption plan."""
+    """Interruption plan of the request that the engine has answered."""
     seed: int = 0
-    """The number drawn for the completion."""
+    """Sampling seed of the completion."""
     where: str = ""
-    """Engine and path, for errors."""
+    """Engine and HTTP path of the response, for error messages."""
     messages: tuple[tuple[Message, ...], ...] = ()
-    """[turns + 1] the environment's messages before each turn."""
+    """[turns + 1] the environment's messages before each turn of the policy; the last messages are new."""
     turns: tuple[PastTurn, ...] = ()
     talk: TurnSettings | None = None
-    """The task's settings of turns; None: a single turn."""
+    """The task's settings of turns; None for a completion of a single turn."""
 
 
 @record
 class Decoded:
-    """A completion. Produced by `rollouts.decoder_pool`."""
+    """A decoded completion. Produced by `rollouts.decoder_pool`."""
 
     completion: Completion
     data: bytes = b""
-    """`batching.rollout_bytes.write` of the completion; empty in a Reply."""
+    """The completion in the format of `batching.rollout_bytes.write`; empty in a Reply, where the bytes follow."""
     text: str | None
     """Text after thinking; None if thinking did not end or the completion is truncated."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the text."""
+    """The tool calls in the text, in order."""
     before_calls: str = ""
-    """The text before the first call."""
+    """The text before the first tool call."""
     answer_start: int = 0
     """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
 
 
 @record
 class Reply:
-    """The result of a request; without an error, bytes of the completion or tokens of the messages follow."""
+    """The result of a request. If nothing failed, bytes of the completion or tokens of the messages follow."""
 
     decoded: Decoded | None = None
     error: str = ""
@@ -141,11 +140,11 @@ class Reply:
     """Message of a CompletionLost."""
     lost_reason: str = ""
     rewritten: bool = False
-    """True if the tokens are the whole context; False if the tokens are appended to the context."""
+    """True if the rendered tokens replace the context; False if the tokens are appended to the context."""
 
 
 class Decoding:
-    """Answers requests."""
+    """Answers the requests to a decoder process: decodes a response, or renders messages."""
 
     def __init__(self, setup_json: bytes):
         setup = msgspec.json.decode(setup_json, type=Setup)
@@ -160,7 +159,7 @@ class Decoding:
             self._talk = lru_cache(TOOL_SETS)(partial(turns_of, load_tokenizer(setup.policy)))
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
-        """The reply to a request, with the reply's bytes."""
+        """The reply to a request, and the bytes that follow the reply."""
         try:
             request = self._request.decode(head)
             if request.messages:
@@ -193,21 +192,21 @@ class Decoding:
         return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
     def _rendered(self, request: Request) -> Answer:
-        """The tokens of a request's messages. Raises ValueError, and RecursionError for nested messages and tools."""
+        """The new tokens of a request's messages. Raises ValueError, or RecursionError for deeply nested JSON."""
         renderer, _ = self._talk(request.talk)
         ids, rewritten = renderer.next(request.messages, request.turns)
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 
 def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
-    """(renderer of the turns, parser of calls of tools in the turns).
+    """(renderer of turns, parser of the tool calls in the policy's turns).
 
-    Raises ValueError as both do, and for tools that no template shows.
+    Raises ValueError as both constructors do, and for tools without a chat template.
     """
     prompts = PromptsSection.model_validate_json(turns.prompts)
     tools = msgspec.json.decode(turns.tools)
     if tools and not prompts.chat_template:
-        raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
+        raise ValueError("environment: tools need prompts.chat_template true, since the template shows the tools")
     parser = tool_parser(tokenizer, tools, turns.end_ids)
     renderer = TurnRenderer(tokenizer, prompts, end_ids=turns.end_ids, tools=tools, thinking=turns.thinking)
     return renderer, parser

@@ -47,9 +47,9 @@ from megatron_scalerl.types import CompletionLost
 logger = logging.getLogger(__name__)
 
 SLOTS = 4
-"""Number of bodies in memory for each decoder process."""
+"""Number of response bodies in memory for each decoder process."""
 TIMEOUT_S = 60.0
-"""Time limit of one body (s). A body of 14,000 tokens takes 10 ms."""
+"""Time limit to decode one response body (s). A body of 14,000 tokens takes 10 ms."""
 MAX_LOST_IN_A_ROW = 16
 START_TIMEOUT_S = 300.0
 MAX_DEFAULT_WORKERS = 4
@@ -58,7 +58,7 @@ second."""
 
 
 class DecoderPool:
-    """Decoder processes behind the interface of `EngineClient.generate`; `async with` starts and ends them."""
+    """The decoder processes of a run, used as `decoder` by `EngineClient.generate`; `async with` starts the pool."""
 
     def __init__(
         self,
@@ -106,23 +106,24 @@ class DecoderPool:
         return self._workers.pids
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A slot, which the caller holds from the start of reading a body to the end of decoding."""
+        """A context in which the caller may read and decode one body; waits while all slots are in use."""
         return self._slots
 
     def of_turns(self, talk: TurnSettings) -> Decoder[Decoded]:
-        """The interface for `EngineClient.generate` of a turn in an episode."""
+        """The `decoder` of `EngineClient.generate` for a turn of an episode with these settings."""
         return SimpleNamespace(slot=self.slot, decode=partial(self.decode, talk=talk))  # type: ignore[return-value]
 
     async def decode(
         self, body: bytes, *, plan: Plan | None, seed: int, where: str, talk: TurnSettings | None = None
     ) -> tuple[Decoded, int]:
-        """(the completion in the response to a generation request, the completion's number of tokens).
+        """(completion in the response to a generation request, number of tokens of the completion).
 
-        The caller holds a slot. plan, seed: from the request. where: engine and path. talk: the settings of an
-        episode. Raises EngineError for a malformed response, CompletionLost if a token has no log-probability
-        (`no_logprobs`) or the body ended two processes (`decoder_lost`), RuntimeError if the pool ended.
+        The caller holds a slot. plan, seed: from the request. where: engine and path, for errors. talk: the settings
+        of an episode's turns. Raises EngineError for a malformed response, CompletionLost if a token has no
+        log-probability (`no_logprobs`) or the body ended two processes (`decoder_lost`), RuntimeError if the pool
+        ended.
         """
-        problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
+        problem = f"{where}: the response of {len(body)} bytes cannot be decoded"
         request = Request(plan=plan, seed=seed, where=where, talk=talk)
         reply, data = await self._ask(request, body, problem)
         if reply.decoded is not None:
@@ -134,7 +135,7 @@ class DecoderPool:
     async def render(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], talk: TurnSettings
     ) -> tuple[np.ndarray, bool]:
-        """(u32 tokens; True if the tokens are the whole context, False if they are appended to the context).
+        """(u32 tokens; True if the tokens replace the context, False if the context is extended by the tokens).
 
         messages: [turns + 1] the environment's messages before each turn; the last messages are new. Raises
         ValueError as `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
@@ -146,7 +147,7 @@ class DecoderPool:
         return np.frombuffer(data, dtype="<u4"), reply.rewritten
 
     async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
-        """The reply to a request. problem: the error text for a request that ends processes."""
+        """(reply to a request, bytes that follow). problem: error text if processes end with the request."""
         try:
             answer = await self._workers.ask(msgspec.json.encode(request), body)
         except WorkerDied as death:
@@ -155,7 +156,7 @@ class DecoderPool:
         return answer
 
     def _lost(self, problem: str) -> Exception:
-        """The error for a body with which processes ended. Ends the pool if many bodies in a row are lost."""
+        """The error for a request with which processes ended; MAX_LOST_IN_A_ROW requests in a row end the pool."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
             return CompletionLost(problem, reason="decoder_lost")
@@ -167,9 +168,9 @@ class DecoderPool:
 def turn_settings(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> TurnSettings:
-    """The settings of the turns of a task with an environment. recipe: the task's recipe.
+    """The settings of turns for a task with an environment. recipe: the task's recipe.
 
-    Raises ValueError if the tokenizer cannot have turns or these tools.
+    Raises ValueError if the tokenizer's chat template supports no turns, or not these tools.
     """
     talk = TurnSettings(
         prompts=recipe.prompts.model_dump_json(),
@@ -182,6 +183,6 @@ def turn_settings(
 
 
 def _warn(death: WorkerDied) -> bool:
-    """Log the end of a process, whose body is decoded again."""
-    logger.warning("a decoder did not answer and is replaced: %s", death)
+    """Log the end of a decoder process; returns False, so that the request is repeated."""
+    logger.warning("a decoder process did not answer, and is replaced: %s", death)
     return False

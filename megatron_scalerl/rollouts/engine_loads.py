@@ -1,7 +1,7 @@
 """Counts the stream's completions on each engine, chooses the engine of the next group, and measures idle time.
 
-Completions are counted from `add` to `remove`, also on an engine that is held for a measurement: a held engine goes
-on with all requests and comes back.
+Completions are counted from `add` to `remove`. An engine that keeps an older policy version for a measurement goes on
+with all requests, so the engine's completions stay counted.
 """
 
 import time
@@ -12,10 +12,10 @@ from megatron_scalerl.engine.membership import Membership
 
 
 class EngineLoads:
-    """Completions per engine. Not safe for several threads."""
+    """The number of completions in flight on each engine. Not safe for several threads."""
 
     def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int):
-        """max_in_flight: completions per engine."""
+        """max_in_flight: largest number of completions in flight per engine."""
         self._engines = engines
         self._group_size = group_size
         self._max_in_flight = max_in_flight
@@ -23,10 +23,10 @@ class EngineLoads:
         self._idle_since: float | None = None
         """Start of the idle time (monotonic seconds); None while an engine has work, or no engine serves."""
         self._idle_seconds = 0.0
-        """Idle seconds before `_idle_since`, since `take_idle_seconds` was called last."""
+        """Idle time that ended before `_idle_since`, counted since the last call of `take_idle_seconds` (s)."""
 
     def free_engine(self) -> EngineClient | None:
-        """The serving engine with the fewest completions; None if no engine has slots for a whole group."""
+        """The serving engine with the fewest completions; None if no engine has room for a whole group."""
         load_limit = self._max_in_flight - self._group_size
         free_engines = [engine for engine in self._engines.serving if self._completions[engine] <= load_limit]
         return min(free_engines, key=self._completions.__getitem__, default=None)
@@ -37,14 +37,15 @@ class EngineLoads:
         self.note_idle()
 
     def remove(self, engine: EngineClient) -> None:
-        """Count a completion on an engine as over."""
+        """Count one completion less on an engine."""
         self._completions[engine] -= 1
         self.note_idle()
 
     def note_idle(self) -> None:
-        """Start or end the time in which engines serve without work; also called when an engine joins or leaves.
+        """Start or stop measuring idle time: engines serve, and no engine has work.
 
-        Time without a serving engine is not idle: the engines are being started then.
+        Also called when an engine joins or leaves. Time without a serving engine is not idle, since engines are being
+        started.
         """
         serving = self._engines.serving
         busy = any(self._completions[engine] for engine in serving)
@@ -55,7 +56,7 @@ class EngineLoads:
             self._idle_since = time.monotonic()
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which engines served and no engine had work."""
+        """Seconds since the last call during which engines served and no engine had work."""
         self._end_idle()
         seconds = self._idle_seconds
         self._idle_seconds = 0.0

@@ -58,8 +58,10 @@ TRIES = 3
 PROBLEM_CHARS = 500
 """Number of characters, from the end of a failure's text, that are stored with the score."""
 OWN_FAILURES = 16
-"""Number of a prompt's episodes in a row that the prompt's row has ended, after which the prompt is left out. An
-outage ends no episode this way."""
+"""Number of episodes in a row that a fault of the prompt's row has ended, after which the prompt is left out.
+
+An outage does not count as a fault of the row.
+"""
 
 
 class EpisodeSampler(Sampler):
@@ -84,15 +86,17 @@ class EpisodeSampler(Sampler):
         self._most_tokens = plans.most_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
         self._problems: dict[str, str] = {}
-        """Prompt that cannot be learned from -> reason."""
+        """Id of a prompt that cannot be learned from -> reason."""
         self._failures: Counter[str] = Counter()
-        """Prompt -> episodes in a row that the prompt's row has ended."""
+        """Id of a prompt -> number of episodes in a row that a fault of the prompt's row has ended."""
         self._verified: set[str] = set()
-        """Prompts with an episode that the verifier has scored."""
+        """Ids of prompts with an episode that the verifier has scored."""
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """The reason why a prompt cannot be learned from. The reason is known after the first episodes: all
-        episodes fail, or no answer may be paid."""
+        """The reason why a prompt cannot be learned from, known after the first episodes; else empty.
+
+        All episodes of the prompt fail, or no answer may be rewarded.
+        """
         problem = self._problems.get(prompt.prompt_id, "")
         if problem or prompt.prompt_id not in self._verified:
             return problem
@@ -101,7 +105,7 @@ class EpisodeSampler(Sampler):
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """An episode with a score; with `max_tokens` one turn without an environment, for the probe.
+        """A scored episode of a prompt; with `max_tokens`, a scored turn without an environment, for the probe.
 
         Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) if the environment has failed, and
         RuntimeError if environments keep failing (`environments.pool`).
@@ -137,7 +141,7 @@ class EpisodeSampler(Sampler):
             ask = partial(self._ask, engine, trace, draw, priority)
             problem = ""
             reason = "silent"
-            explanation = "run has asked nothing"
+            explanation = "run returned without a request to the policy"
             try:
                 async with asyncio.timeout(self._settings.episode_timeout_s):
                     if self._environments.agent:
@@ -163,12 +167,12 @@ class EpisodeSampler(Sampler):
         return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
-        """(the environment's first messages, ids [P] of these messages). Raises EnvironmentFailed."""
+        """(the environment's first messages, the messages as token ids [P]). Raises EnvironmentFailed."""
         messages = await environment.reset()
         ids, _ = await self._rendered([messages], [])
         if not 1 <= len(ids) <= self._most_prompt_tokens:
             raise EnvironmentFailed(
-                f"the environment's first messages have {len(ids)} tokens; they need at least 1, and at most "
+                f"the environment's first messages have {len(ids)} tokens; allowed are 1 to "
                 f"prompts.max_prompt_tokens, {self._most_prompt_tokens}",
                 reason="prompt",
             )
@@ -194,7 +198,7 @@ class EpisodeSampler(Sampler):
                 context = [*part.context, *context]
 
     async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
-        """Let an agent ask the policy until the agent returns."""
+        """Run an agent, and answer the agent's requests until the agent returns."""
         tokens = len(trace.prompt) + self._most_tokens
         limits = {"vocabulary": self._plans.vocabulary, "tokens": tokens}
         async with (
@@ -205,7 +209,7 @@ class EpisodeSampler(Sampler):
             problem = outcome.exception()
             if session.unasked and isinstance(problem, LimitReached | None):
                 subject = self._environments.subject
-                raise EnvironmentFailed(f"{subject}: a fresh run did not ask the same", reason="changed")
+                raise EnvironmentFailed(f"{subject}: a repeated run did not send the same requests", reason="changed")
             reward = outcome.result()
         trace.end = ENDS["done"]
         if reward is not None:
@@ -214,7 +218,7 @@ class EpisodeSampler(Sampler):
     async def _rendered(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
     ) -> tuple[np.ndarray, bool]:
-        """As `DecoderPool.render`. Raises EnvironmentFailed for messages that the chat template refuses."""
+        """Render as `DecoderPool.render`. Raises EnvironmentFailed for messages that the chat template refuses."""
         try:
             return await self._decoders.render(messages, turns, self._talk)
         except ValueError as problem:
@@ -233,17 +237,17 @@ class EpisodeSampler(Sampler):
         tools: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> tuple[Part, PastTurn, Decoded]:
-        """(the part, the turn in the part) that the policy samples after a context [N].
+        """Sample the policy's turn after a context [N]; returns (part of the episode, turn, decoded completion).
 
-        number: number of the request, from 0. max_tokens: the agent's limit of the turn. tools: as JSON; None: the
-        environment's tools. stop: texts that end the turn. Raises LimitReached.
+        number: number of the request, from 0. max_tokens: the agent's limit of the turn. tools: JSON; None for the
+        environment's tools. stop: stop strings. Raises LimitReached, and EnvironmentFailed for another first token.
         """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
-            raise LimitReached(f"a context of {len(context)} tokens leaves no room (environment.episode_tokens)")
+            raise LimitReached(f"a context of {len(context)} tokens fills environment.episode_tokens")
         if not trace.begins(context):
             raise EnvironmentFailed(
-                "prompts.chat_template: the first token of a conversation is not that of the episode's prompt",
+                "prompts.chat_template: a conversation begins with another token than the episode's prompt",
                 reason="template",
             )
         spec = self._spec(trace, self._plans.turn(draw, number), priority)
@@ -257,12 +261,12 @@ class EpisodeSampler(Sampler):
             turn = trace.add(part, context, decoded)
         if decoded.completion.truncated:
             if max_tokens and len(turn.token_ids) >= max_tokens:
-                raise AnswerCut(f"an answer is longer than max_tokens of its request, {max_tokens}")
-            raise LimitReached("a turn is truncated")
+                raise AnswerCut(f"an answer reached max_tokens of the request, {max_tokens}")
+            raise LimitReached("a turn reached a limit of tokens")
         return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for the next turn, without the limits of tokens."""
+        """The sampling settings of the next turn, before the limits of the episode's tokens are applied."""
         settings = self._settings
         if settings.thinking_tokens is not None:
             thinking_left = max(1, settings.thinking_tokens - trace.thinking)
@@ -287,7 +291,7 @@ class EpisodeSampler(Sampler):
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        # A policy that breaks an episode off must not escape the costs so far.
+        # A policy must not escape the negative rewards so far by breaking off the episode.
         if trace.end.by != "environment":
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(
@@ -307,10 +311,10 @@ async def sampling(
     verifier: VerifierPool | TaskPools,
     logs: Path,
 ) -> AsyncIterator[Callable[[Recipe], Sampler]]:
-    """Makes samplers that share decoders and environments. The processes of both run in the block.
+    """A block with a function that makes the sampler of a recipe; all samplers share decoders and environments.
 
-    The recipe of each sampler may differ from `recipe` in token budgets alone. Raises as `DecoderPool`,
-    `EnvironmentPool` and `turn_settings`.
+    The processes run until the block ends. Each recipe may differ from `recipe` only in token budgets. Raises as
+    `DecoderPool`, `EnvironmentPool` and `turn_settings`.
     """
     async with contextlib.AsyncExitStack() as resources:
         pools: dict[EnvironmentSection, EnvironmentPool] = {}

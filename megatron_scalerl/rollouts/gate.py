@@ -1,4 +1,4 @@
-"""The staleness gate of PipelineRL-k decides which group may start and which batch may train. Pure bookkeeping.
+"""The staleness gate of PipelineRL-k: decides which group of completions may start, and which batch may train.
 
 The life of a group in the gate: `start` (in flight), `finish` (ready), `take` (in a batch), `trained` (done, out of
 the gate). A group in flight can also leave by `drop`, for good, or by `abandon`, after which the group may start
@@ -127,20 +127,23 @@ from megatron_scalerl.recipe.sections import RolloutsSection
 
 
 class StalenessGate:
-    """Admission and batch composition for k = `max_staleness_steps`; k = 0 is synchronous training."""
+    """Decides which groups start and which groups form a batch, so that no token is older than k optimizer steps.
+
+    k is `max_staleness_steps`; k = 0 is synchronous training.
+    """
 
     def __init__(self, *, groups_per_batch: int, max_staleness_steps: int):
         assert groups_per_batch >= 1 and max_staleness_steps >= 0
         self.groups_per_batch = groups_per_batch
         self.max_staleness_steps = max_staleness_steps
         self._in_flight: dict[int, int] = {}
-        """Group -> earliest possible deadline."""
+        """Id of a group in flight -> earliest possible deadline (policy version)."""
         self._ready: dict[int, int] = {}
-        """Group -> deadline."""
+        """Id of a ready group -> deadline (policy version)."""
         self._training = 0
         """Number of groups in the batch that trains."""
         self._next = 0
-        """Number of groups in the batch that trains next."""
+        """Number of groups in the batch that was taken ahead and trains next."""
 
     @property
     def in_flight(self) -> int:
@@ -154,28 +157,28 @@ class StalenessGate:
 
     @property
     def outstanding(self) -> int:
-        """Number of groups in flight, ready or in a batch that is not done; at most (k + 1) * groups_per_batch."""
+        """Number of groups in flight, ready or in an unfinished batch; at most (k + 1) * groups_per_batch."""
         return len(self._in_flight) + len(self._ready) + self._training + self._next
 
     def may_start(self) -> bool:
-        """True if the admission rule allows one more group."""
+        """True if one more group may start within the staleness bound."""
         return self.outstanding < (self.max_staleness_steps + 1) * self.groups_per_batch
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """Count a submitted group. policy_version: the version that the engines serve; no token can be older."""
+        """Count a group that starts. policy_version: the version that the engines serve; no token can be older."""
         assert self.may_start() and group_id not in self._in_flight and group_id not in self._ready
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """Count a scored group as ready; the deadline is never earlier than the deadline assumed at the start."""
+        """Count a scored group as ready; the version of the group's oldest first token decides the deadline."""
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
-        assert deadline >= earliest, f"group {group_id}: first token older than its admission"
+        assert deadline >= earliest, f"group {group_id}: the first token is older than its start"
         # The deadline is later than at the start if an update came before the first token.
         self._ready[group_id] = deadline
 
     def drop(self, group_id: int) -> None:
-        """Discard a group in flight for good."""
+        """Discard a group in flight, which will not start again."""
         del self._in_flight[group_id]
 
     def abandon(self, group_id: int) -> None:
@@ -183,23 +186,22 @@ class StalenessGate:
         self.drop(group_id)
 
     def restore(self, group_id: int, first_token_version: int) -> None:
-        """Count as ready a finished group that was read from the journal after a restart."""
+        """Count a finished group from the journal as ready, after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def forget_ready(self) -> None:
-        """Discard the restored groups, which start again."""
+        """Discard the groups of `restore`, which will be generated again."""
         self._ready.clear()
 
     def exhaust(self) -> None:
-        """Note that no group will start any more. This gate has nothing to do, since no batch waits for new
-        groups."""
+        """Note that no group will start any more. Does nothing in this class, since no batch waits for new groups."""
 
     def resume(self, batches: int) -> None:
-        """Note after a restart that `batches` batches of the run are done. This gate has nothing to do, since no
-        rule counts batches."""
+        """Note after a restart that the run has finished `batches` batches. Does nothing in this class, whose rules
+        count no batches."""
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
-        """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
+        """Ids of the groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
 
         policy_version: the current version, or, while a batch trains, the version that this batch makes.
         """
@@ -217,8 +219,8 @@ class StalenessGate:
         return tuple(chosen_groups)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """Take the groups of a released batch. The batch trains from now on, or next if a batch trains already."""
-        assert not self._next, "one batch trains at a time, and one is taken ahead"
+        """Take the groups that `batch` returned. The batch trains now, or next if another batch still trains."""
+        assert not self._next, "one batch trains and one is taken ahead: no third batch can be taken"
         for group_id in group_ids:
             del self._ready[group_id]
         if self._training:
@@ -227,52 +229,55 @@ class StalenessGate:
             self._training = len(group_ids)
 
     def trained(self) -> None:
-        """Note that the batch is done: the new version is served, or there was no step. The next batch trains now."""
+        """Note that the training batch is done: every engine serves the new version, or no step was made."""
         self._training = self._next
         self._next = 0
 
 
 class PhaseGate(StalenessGate):
-    """Admission and batch composition for k = `updates_per_phase`; k = 1 is synchronous training."""
+    """Gate of PPO-off-policy-k: alternates between generating the groups of a phase and training on k batches.
+
+    k is `updates_per_phase`; k = 1 is synchronous training.
+    """
 
     def __init__(self, *, groups_per_batch: int, updates_per_phase: int):
         assert updates_per_phase >= 1
         super().__init__(groups_per_batch=groups_per_batch, max_staleness_steps=updates_per_phase - 1)
         self._size = groups_per_batch * updates_per_phase
         self._done = 0
-        """Number of groups of the phase whose batch is done."""
+        """Number of groups of the present phase that are in finished batches."""
         self._abandoned: set[int] = set()
-        """Groups that will start again: the phase waits for them even once the prompts are exhausted."""
+        """Ids of groups that will start again, for which the phase waits even if the prompts are exhausted."""
         self._exhausted = False
 
     def may_start(self) -> bool:
-        """True if the phase needs more groups."""
+        """True if the phase has fewer than k * groups_per_batch groups."""
         return self.outstanding + self._done < self._size
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """Count a submitted group; all groups of a phase start at one version."""
+        """Count a group that starts; all groups of a phase start at the same policy version."""
         super().start(group_id, policy_version)
         self._abandoned.discard(group_id)
 
     def abandon(self, group_id: int) -> None:
-        """Discard a group in flight; it starts again in the same phase."""
+        """Discard a group in flight, which will start again in the same phase."""
         super().abandon(group_id)
         self._abandoned.add(group_id)
 
     def exhaust(self) -> None:
-        """Note that no group will start any more: the phase keeps the groups that have started."""
+        """Note that no group will start any more: the phase ends with the groups started so far."""
         self._exhausted = True
 
     def resume(self, batches: int) -> None:
-        """Note after a restart that `batches` batches of the run are done: whole phases and a part of a phase."""
+        """Note after a restart that the run has finished `batches` batches: whole phases and a part of a phase."""
         self._done = batches * self.groups_per_batch % self._size
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
-        """The next groups of the phase in the order of admission; None until the whole phase is ready."""
+        """Ids of the next groups of the phase, in the order of admission; None until the whole phase is ready."""
         incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
         if incomplete or len(self._ready) < self.groups_per_batch:
             return None
-        # Batches follow the order of admission. By completion, the first batches would have the short completions.
+        # Batches follow the order of admission, since in the order of ends short completions would come first.
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:
@@ -282,7 +287,7 @@ class PhaseGate(StalenessGate):
 
 
 def gate_of(rollouts: RolloutsSection) -> StalenessGate:
-    """The gate of a recipe's schedule."""
+    """The gate for the schedule in the recipe's `rollouts`: pipeline or ppo_off_policy."""
     size = rollouts.groups_per_batch
     if rollouts.schedule == "ppo_off_policy":
         return PhaseGate(groups_per_batch=size, updates_per_phase=rollouts.updates_per_phase)

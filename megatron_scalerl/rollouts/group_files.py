@@ -16,23 +16,25 @@ from megatron_scalerl.types import BlockRef
 
 @record
 class ListedGroup:
-    """A finished group of a run, with the facts in the head of the group's block."""
+    """A finished group of a run, without the tokens, which `read` returns."""
 
     group_id: int
     interrupted: bool
-    """True if the thinking of a completion was interrupted."""
+    """True if the thinking of at least one completion was interrupted."""
     unconfirmed: bool
-    """True if the second judge does not confirm a correct completion."""
+    """True if the second judge does not confirm at least one correct completion."""
     read: Callable[[], dict[str, Any]]
-    """Returns the fields of `types.RolloutGroup`: group_id, epoch, prompt, scores, and rollouts with token ids,
-    versions and loss mask, an episode's parts one after another. Raises ValueError for a damaged file."""
+    """Reads the group as a dict: group_id, epoch, prompt, scores, rollouts (token ids, versions, loss mask and more).
+
+    The parts of an episode follow one another. Raises ValueError for a damaged file.
+    """
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
-    """Every group of the journal that is still stored. Raises ValueError, naming the file, for damage."""
+    """The finished groups of a run that are still stored. Raises ValueError, naming the file, for damage."""
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
-        raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
+        raise ValueError(f"{run_dir}: there is no folder rollouts inside; name the folder of a run")
     stored_segments = segments(folder)
     for event in read_history(Path(run_dir)).finished.values():
         if event.segment not in stored_segments:
@@ -49,7 +51,10 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
 
 
 def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
-    """The group at a place of a segment, in the form of `ListedGroup.read`. Raises as `store.read_block`."""
+    """The group at the place `stored` in the segment `path`, as `ListedGroup.read` returns a group.
+
+    Raises as `store.read_block`.
+    """
     group, samples = read_arrays(path, stored)
     header = group.header
     rollouts = []
@@ -73,9 +78,10 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
 
 
 def spans(rollout: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int, str]]:
-    """(first token, end, part from 1, policy version, origin) of each run of tokens in a rollout of `stored_group`.
+    """(start, end, part, policy version, origin) of each run of consecutive equal tokens in a rollout.
 
-    The origin is empty for sampled tokens, "forced" or "environment".
+    rollout: from `stored_group`. Parts are numbered from 1. The origin is "forced", "environment", or empty for
+    sampled tokens.
     """
     origins = ["" if sampled else "forced" for sampled in rollout["loss_mask"]]
     for start, end in rollout["environment"]:

@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", tag="admit"):
-    """A prompt was drawn and submitted."""
+    """Event of the journal: a prompt was drawn for a new group."""
 
     group_id: Count
     prompt_id: str
@@ -39,7 +39,7 @@ class Finish(
     omit_defaults=True,
     rename={"nbytes": "bytes"},
 ):
-    """A group is finished and on the disk."""
+    """Event of the journal: a group is finished, and the group's block is on the disk."""
 
     group_id: Count
     prompt_id: str
@@ -51,25 +51,25 @@ class Finish(
 
     @property
     def stored(self) -> BlockRef:
-        """The group's block in the store."""
+        """The place of the group's block in the rollout store."""
         return BlockRef(segment=self.segment, offset=self.offset, nbytes=self.nbytes)
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="batch"):
-    """The composition of a batch that is about to be trained on."""
+    """Event of the journal: a batch of these groups is about to be trained on."""
 
     batch: Count
-    """Number of the batch in the run's lineage, from 0, counting batches without a step."""
+    """Number of the batch, from 0, over all attempts of the run; batches without a step count."""
     step: Count
     """The optimizer step for which the batch was composed, from 1."""
     policy_version: int
-    """Policy version that is trained on the batch."""
+    """Version of the policy at the start of the step."""
     group_ids: tuple[int, ...]
 
 
 @record
 class History:
-    """The journal of earlier attempts. Produced by `read_history`."""
+    """The events in the journal of earlier attempts of a run. Produced by `read_history`."""
 
     events: tuple[Admit | Finish, ...]
     """Every draw and every finished group, in order."""
@@ -79,7 +79,7 @@ class History:
 
     @property
     def admitted(self) -> int:
-        """Number of groups drawn."""
+        """Number of groups for which a prompt was drawn."""
         return sum(isinstance(event, Admit) for event in self.events)
 
     @property
@@ -89,16 +89,16 @@ class History:
 
     @property
     def last_segment(self) -> int:
-        """The last segment of the store that the journal names; -1 without any."""
+        """Number of the last segment of the store that the journal names; -1 if the journal names no segment."""
         return max((event.segment for event in self.finished.values()), default=-1)
 
     def unbatched(self) -> tuple[int, ...]:
-        """Finished groups that are in no batch, in order of admission."""
+        """Ids of the finished groups that are in no batch, in order of admission."""
         batched = {g for record in self.batches for g in record.group_ids}
         return tuple(sorted(g for g in self.finished if g not in batched))
 
     def to_reissue(self, ready: Container[int]) -> tuple[Admit, ...]:
-        """Groups that were drawn and are neither in a batch nor in `ready`, in order of admission."""
+        """The draws of groups that are neither in a batch nor in `ready`, in order of admission."""
         batched = {g for record in self.batches for g in record.group_ids}
         return tuple(
             e for e in self.events if isinstance(e, Admit) and e.group_id not in batched and e.group_id not in ready
@@ -124,7 +124,7 @@ def read_history(run_dir: Path) -> History:
     missing_groups = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
     if missing_groups:
         batch, group = missing_groups[0]
-        raise ValueError(f"{path}: batch {batch} has group {group}, of which no finish is recorded")
+        raise ValueError(f"{path}: batch {batch} has group {group}, and no event says that the group is finished")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 
@@ -139,35 +139,38 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
 
 
 def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | None:
-    """The event in a line of the journal; None for a torn line. Raises ValueError, naming `location`."""
+    """The event in a line of the journal; None for a last line that a crash cut off. Raises ValueError."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             # A crash has cut off this last line.
             return None
-        raise ValueError(f"{location}: the line is no event of a journal: {error}") from None
+        raise ValueError(f"{location}: the line is no valid event of a journal: {error}") from None
 
 
 _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
 
 def replay_draws(curriculum: Curriculum, history: History) -> None:
-    """Restore the curriculum at the end of the journal by replaying draws and pass rates. Raises RecipeError."""
+    """Bring a new curriculum to the state at the end of the journal, by replaying draws and pass rates.
+
+    Raises RecipeError if a draw gives another prompt than in the journal.
+    """
     for event in history.events:
         if isinstance(event, Admit):
             prompt, _ = curriculum.draw()
             if prompt.prompt_id != event.prompt_id:
                 raise RecipeError(
-                    f"journal.jsonl: group {event.group_id} drew prompt {event.prompt_id}, and would draw "
-                    f"{prompt.prompt_id} now; prompts, held-out split and seed must not change within a run"
+                    f"journal.jsonl: group {event.group_id} had the prompt {event.prompt_id}, and would now have "
+                    f"{prompt.prompt_id}; restore the prompts, held-out split and seed that the run began with"
                 )
         elif isinstance(event, Finish):
             curriculum.observe(event.prompt_id, event.pass_rate)
 
 
 def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids, without tokens: only headers are read.
+    """Group id -> the finished group, without tokens: only headers of blocks are read.
 
     Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
@@ -176,13 +179,15 @@ def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> di
 
 
 def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, in the batch's order. Raises ValueError for a missing group: every group was synced
-    before the batch."""
+    """The groups of a batch, in the batch's order, without tokens. Raises ValueError for a missing group."""
     return list(read_groups(run_dir, history, record.group_ids).values())
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
-    """Raises ValueError as `read_groups` if the store lacks a group that a resume after `batches` needs."""
+    """Raises ValueError if the store lacks a group that a resume needs.
+
+    batches: number of batches that the checkpoint includes.
+    """
     needed_groups = [g for record in history.batches[batches:] for g in record.group_ids]
     read_groups(run_dir, history, [*needed_groups, *history.unbatched()])
 
@@ -193,7 +198,7 @@ def _read_group(folder: Path, event: Finish) -> RolloutGroup:
     group_id, header = read_header(path, stored)
     if group_id != event.group_id:
         raise ValueError(
-            f"{path}: byte {stored.offset}: the block has group {group_id}, and the journal names {event.group_id}"
+            f"{path}: byte {stored.offset}: the block has group {group_id}; the journal names group {event.group_id}"
         )
     return RolloutGroup(
         group_id=group_id,

@@ -1,4 +1,4 @@
-"""The journal: groups drawn, groups finished and batches composed, in order.
+"""Writes the journal of a run: groups drawn, groups finished and batches composed, in order.
 
 `RUN/journal.jsonl` has one event per line:
 
@@ -37,15 +37,15 @@ T = TypeVar("T")
 
 @record
 class Position:
-    """End of the journal at a checkpoint: a resume needs a journal of at least this length."""
+    """Length of the journal at a checkpoint. A resume from the checkpoint needs a journal of at least this length."""
 
     journal_bytes: int
-    """Bytes of journal.jsonl."""
+    """Size of journal.jsonl (bytes)."""
 
 
 @record
 class _Waiting:
-    """A finished group that waits for the disk."""
+    """A finished group whose block is not on the disk yet; `done` gets the place of the block."""
 
     group_id: int
     header: GroupHeader
@@ -69,7 +69,7 @@ class Journal:
         policy: Policy = "keep",
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """history: the folder's journal; None: read here. policy: the recipe's `checkpoint.rollouts`.
+        """history: the events in the journal so far; None: read here. policy: the recipe's `checkpoint.rollouts`.
 
         Raises OSError, and ValueError as `read_history`.
         """
@@ -86,15 +86,14 @@ class Journal:
         self._in_threads: set[asyncio.Future[Any]] = set()
 
     def admit(self, group_id: int, prompt_id: str, epoch: int) -> None:
-        """Record that a prompt was drawn for a group."""
+        """Write the event that a prompt was drawn for a group."""
         self._events.append(Admit(group_id=group_id, prompt_id=prompt_id, epoch=epoch))
 
     async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> RolloutGroup:
-        """Record a finished, scored group. At return the block is on the disk, and the returned group has the block's
-        place.
+        """Write a finished, scored group to the store; returns the group with the place of the block on the disk.
 
-        completions: the group's completions in the format of `rollout_bytes.write`; for a forked episode, its parts.
-        After the event is written, the caller runs on without a further wait. Raises OSError naming the file.
+        completions: the group's completions, or the parts of forked episodes, in the format of `rollout_bytes.write`.
+        Nothing is awaited after the finish event is written. Raises OSError naming the file.
         """
         header = GroupHeader(
             prompt=group.prompt,
@@ -127,7 +126,7 @@ class Journal:
         return replace(group, stored=stored)
 
     async def batch(self, record: BatchRecord) -> None:
-        """Record a batch about to be trained on. At return the batch event and all groups are on the disk.
+        """Write the event that a batch will be trained on. At return the event and all groups are on the disk.
 
         Raises OSError naming the file.
         """
@@ -136,7 +135,7 @@ class Journal:
         await self._in_thread(self._events.sync)
 
     async def position(self) -> Position:
-        """Sync journal and store; returns the journal's end on the disk. Raises OSError naming the file."""
+        """Sync journal and store; returns the journal's length on the disk. Raises OSError naming the file."""
         # The size is taken before the syncs: the position excludes events that are appended meanwhile.
         size = self._events.size
         await self._in_thread(self._events.sync)
@@ -145,7 +144,7 @@ class Journal:
         return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:
-        """Remove the segments that no resume needs. Raises OSError naming the file.
+        """Delete the segments of the store that no resume needs. Raises OSError naming the file.
 
         batches: number of batches that every kept checkpoint includes.
         """
@@ -158,8 +157,7 @@ class Journal:
             await self._in_thread(partial(remove, self._folder, expired))
 
     async def close(self) -> None:
-        """Wait for the blocks that are being written, and close every file. Groups that still wait are not
-        written."""
+        """Wait for the blocks that are being written, then close all files. Groups that still wait are dropped."""
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
@@ -171,7 +169,7 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write groups until no group waits. Groups that wait together share a sync, which is the slow part."""
+        """Write waiting groups until no group waits. Groups that wait together share a sync, since a sync is slow."""
         while self._waiting:
             groups = self._waiting
             self._waiting = []
@@ -192,7 +190,7 @@ class Journal:
             self._on_disk = self._store.segment
 
     def _write(self, groups: Sequence[_Waiting]) -> list[BlockRef]:
-        """Append and sync the blocks of these groups; runs in a thread."""
+        """Append the blocks of these groups and sync; returns each block's place. Runs in a thread."""
         blocks = [self._store.append(block_bytes(g.group_id, g.header, g.completions)) for g in groups]
         self._store.sync()
         return blocks

@@ -1,4 +1,4 @@
-"""Plans the requests of a run: seeds, interruption points, budgets, and the place of the answer in a completion."""
+"""Plans the requests to engines: seeds, interruption points, token budgets, and how the answer is found."""
 
 import hashlib
 from typing import Any
@@ -15,25 +15,27 @@ from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 VALIDATION_PRIORITY = 0
 TRAINING_PRIORITY = 1
-"""Priorities of requests. The engine serves lower numbers first. Validation comes first, because the next weight
-update may wait for a validation."""
+"""Priorities of requests; the engine serves lower numbers first.
+
+Validation comes first, because the next weight update may wait for a validation.
+"""
 
 
 @record
 class Draw:
-    """The random choices of one completion, determined by seed, group and index."""
+    """The random choices of one completion, which depend only on run seed, group id and index in the group."""
 
     seed: int
     """Sampling seed, below 2**31."""
     thinking_cut: int
-    """Thinking tokens before the phrase is forced; 0 without interruption."""
+    """Number of thinking tokens after which the interruption phrase is forced; 0 without interruption."""
 
 
 def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
+    """(token ids of the forced phrase with the closing tag, token ids of the tag).
 
-    Both are empty for a policy that thinks in no tags. Raises ValueError if phrase or tag change in an encode-decode
-    round trip, or end a sequence.
+    Both are empty for a policy without think tags. Raises ValueError if phrase or tag change in an encode-decode
+    round trip, or contain a token that ends a sequence.
     """
     if not recipe.prompts.think_end.strip():
         return (), ()
@@ -42,16 +44,16 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
     end_ids = set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer))
     if end_ids:
         raise ValueError(
-            f"interruption.phrase: its tokens {sorted(end_ids)} end a sequence (tokenizer and generation_config.json "
-            f"of {recipe.policy.path}); choose another phrase"
+            f"interruption.phrase: the tokens {sorted(end_ids)} of the phrase end a sequence (tokenizer and "
+            f"generation_config.json of {recipe.policy.path}); choose another phrase"
         )
     return phrase_ids, think_end_ids
 
 
 def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
-    """The tokens of the longest sequence that the recipe can have; without a tokenizer a lower bound.
+    """Number of tokens of the longest sequence that the recipe can have; a lower bound without a tokenizer.
 
-    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
+    capacity: trainer.micro_batch_tokens. Raises ValueError if a limit of engine, policy or trainer is shorter.
     """
     longest = 0
     for task in recipe.by_task:
@@ -61,9 +63,9 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
             recipe = task
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     for key, limit, remedy in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise it"),
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise the limit"),
         ("policy.path: max_position_embeddings of the policy", positions, "take a policy with a longer context"),
-        ("trainer.micro_batch_tokens", capacity, "raise it"),
+        ("trainer.micro_batch_tokens", capacity, "raise the limit"),
     ):
         if limit and longest > limit:
             parts = (
@@ -74,16 +76,16 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
                 parts = f"environment.episode_tokens {recipe.environment.episode_tokens}"
             raise ValueError(
                 f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
-                f"{recipe.prompts.max_prompt_tokens} + {parts} + forced phrase and end); lower these, or {remedy}"
+                f"{recipe.prompts.max_prompt_tokens} + {parts} + forced phrase and end); lower a summand, or {remedy}"
             )
     return longest
 
 
 class Plans:
-    """The requests of a run, and the rule by which answers are found in completions."""
+    """Makes the requests to engines, and the rule by which answers are found in completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
-        """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
+        """Raises ValueError if think tag or phrase change in an encode-decode round trip, or end a sequence."""
         self._recipe = recipe
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
         self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
@@ -92,8 +94,8 @@ class Plans:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         words = 1 + max(tokenizer.get_vocab().values())
         self.vocabulary = text_config(recipe.policy.path).get("vocab_size", words)
-        """Number of ids that an engine may sample. The embedding has this number of rows, possibly more than the
-        tokenizer's ids."""
+        """Number of token ids that an engine may sample: rows of the embedding, possibly more than the tokenizer's
+        ids."""
 
     @property
     def most_tokens(self) -> int:
@@ -101,14 +103,14 @@ class Plans:
         return self._recipe.max_completion_tokens
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
-        """The random choices for completion `index` of a group, a function of these three numbers."""
+        """The random choices for completion `index` of a group, which depend only on the three arguments."""
         digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()
         interruption = self._recipe.interruption
         cut = draw_cut(seed, group_id, index, *interruption.thinking_tokens) if interruption.enabled else 0
         return Draw(seed=int.from_bytes(digest[:4], "big") >> 1, thinking_cut=cut)
 
     def turn(self, draw: Draw, number: int) -> Draw:
-        """The random choices of turn `number` of an episode, from 0; turn 0 has the choices of the episode."""
+        """The random choices of turn `number` (from 0) of an episode; turn 0 has the choices of the episode."""
         if number == 0:
             return draw
         # The index -1 belongs to no completion, so no turn shares the choices of a completion.
@@ -130,7 +132,7 @@ class Plans:
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for one completion. Validation always sends a seed."""
+        """The sampling settings of the request for one completion. Validation always sends a seed."""
         section = self._recipe.rollouts
         plan = None
         max_tokens = self._recipe.max_completion_tokens

@@ -1,7 +1,7 @@
 """Decides which segments of the rollout store are deleted once a checkpoint is committed (`checkpoint.rollouts`).
 
 A resume needs a segment if a group in the segment is in no batch yet, or in a batch that the oldest kept checkpoint
-does not include. The policy `resume` deletes every other segment, but for the newest; `keep` deletes no segment.
+does not include. The policy `resume` deletes all older segments that no resume needs; `keep` deletes no segment.
 """
 
 from collections.abc import Iterable
@@ -16,16 +16,16 @@ Policy = Literal["keep", "resume"]
 
 
 class Retention:
-    """Tracks for each segment the groups that a resume may still need. Used by the event loop only."""
+    """Knows for each segment which groups a resume may still need. Used by the event loop only."""
 
     def __init__(self, policy: Policy, folder: Path, history: History):
-        """folder: RUN/rollouts. history: the journal of earlier attempts."""
+        """policy: `checkpoint.rollouts`. folder: RUN/rollouts. history: events of earlier attempts."""
         self.policy = policy
         self._folder = folder
         self._unbatched: dict[int, int] = {}
-        """Group in no batch -> segment."""
+        """Id of a group in no batch -> number of the group's segment."""
         self._last_batches: dict[int, int] = {}
-        """Segment -> last batch with a group of the segment."""
+        """Number of a segment -> number of the last batch with a group of the segment."""
         if policy == "keep":
             return
         stored_segments = set(segments(folder))
@@ -49,7 +49,10 @@ class Retention:
                 self._last_batches[segment] = record.batch
 
     def take_expired(self, batches: int, newest: int) -> list[int]:
-        """Forget and return the segments before `newest` that a resume after `batches` batches does not need."""
+        """Segments that may be deleted: before `newest`, and not needed by a resume after `batches` batches.
+
+        The returned segments are forgotten.
+        """
         if self.policy == "keep":
             return []
         needed_segments = {*self._unbatched.values()} | {
@@ -62,7 +65,7 @@ class Retention:
 
 
 def remove(folder: Path, expired_segments: Iterable[int]) -> None:
-    """Delete these segments. Runs in a thread. Raises OSError."""
+    """Delete the files of these segments. Runs in a thread. Raises OSError."""
     for segment in expired_segments:
         segment_path(folder, segment).unlink(missing_ok=True)
         sync(folder)

@@ -1,4 +1,4 @@
-"""The tokens of a run as text: the run's tokenizer, and decoding that keeps special tokens."""
+"""Shows the tokens of a run as text: loads the run's tokenizer, and decodes with special tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ class RunTokenizer(Protocol):
     """The part of a tokenizer's interface that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
-        """The text of these tokens."""
+        """The text of these token ids; settings as for a Hugging Face tokenizer."""
         ...
 
 
@@ -43,7 +43,7 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
         raise ValueError(f"{recipe} does not exist; name the folder of a run")
     path = Path(read_run_recipe(run_dir)["policy"]["path"])
     if not path.is_dir():
-        raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
+        raise ValueError(f"{recipe}: policy.path: {path} is no folder, so the tokenizer cannot be loaded")
     # Transformers is not imported if tokenizer.json has all tokens.
     if (path / "tokenizer.json").is_file():
         fast = _FastTokenizer(path / "tokenizer.json")
@@ -56,21 +56,21 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
 
 
 def _added_ids(config: Path) -> list[int]:
-    """Ids of the tokens that the configuration adds, which tokenizer.json may lack."""
+    """Token ids that tokenizer_config.json adds, and that tokenizer.json may lack. Raises ValueError."""
     if not config.is_file():
         return []
     try:
         data = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         return [int(token_id) for token_id in data.get("added_tokens_decoder") or {}]
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{config}: the tokenizer's configuration cannot be read: {error}") from None
+        raise ValueError(f"{config}: the tokenizer's configuration is not valid: {error}") from None
 
 
 def raw_text(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:
-    """The text with special tokens."""
+    """The text of these token ids, special tokens included."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def decode(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:
-    """The text with special tokens; control characters other than line ends and tabs are escaped."""
+    """The text of these token ids, special tokens included, with control characters except \\n and \\t escaped."""
     return printable(raw_text(tokenizer, token_ids))

@@ -1,6 +1,6 @@
-"""Makes a completion, from plan to score: calls an engine, a decoder and the verifier.
+"""Makes scored completions: an engine generates, a decoder process decodes, and the verifier scores.
 
-Training rollouts and validations share the sampler, so that only seeds and priority differ.
+Training rollouts and validations share the sampler, so that both differ only in seeds and priority.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ class ScoredCompletion:
     """A completion with a score. Produced by `Sampler.complete`."""
 
     prompt: Prompt
-    """The prompt with the tokens that the engine got."""
+    """The prompt, with the token ids that the engine got."""
     completion: Completion
     parts: tuple[bytes, ...]
-    """Each sample in the bytes of `batching.rollout_bytes.write`: one sample, or the parts of a forked episode."""
+    """The single sample, or the parts of a forked episode, in the format of `batching.rollout_bytes.write`."""
     score: Score
     unconfirmed_text: str = ""
-    """The answer, if the verifier calls it correct and the second judge does not confirm it; else empty."""
+    """The answer, if the verifier calls it correct and the second judge does not confirm the verdict; else empty."""
 
 
 class Sampler:
@@ -37,7 +37,7 @@ class Sampler:
         self._verifier = verifier
 
     def draw(self, prompt: Prompt, seed: int, group_id: int, index: int) -> Draw:
-        """The random choices for completion `index` of a group, a function of these numbers and of the task."""
+        """The random choices for completion `index` of a group, which depend only on the arguments."""
         return self._plans.draw(seed, group_id, index)
 
     async def problem_of(self, prompt: Prompt) -> str:
@@ -47,11 +47,11 @@ class Sampler:
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """A completion with a score. max_tokens: a limit below the run's budget.
+        """A new, scored completion of a prompt. max_tokens: a limit below the run's budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy, and EngineError for an engine to evict. Raises RuntimeError, which ends
-        the run, if a pool of decoders or verifiers has no processes.
+        for a reason other than the policy, and EngineError if the engine has to be evicted. Raises RuntimeError,
+        which ends the run, if a pool of decoders or verifiers has no processes.
         """
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
@@ -78,21 +78,21 @@ class TaskSamplers(Sampler):
         self._samplers = samplers
 
     def draw(self, prompt: Prompt, seed: int, group_id: int, index: int) -> Draw:
-        """As `Sampler.draw`."""
+        """As `Sampler.draw`, with the sampler of the prompt's task."""
         return self._samplers[prompt.task].draw(prompt, seed, group_id, index)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """As `Sampler.problem_of`."""
+        """As `Sampler.problem_of`, with the sampler of the prompt's task."""
         return await self._samplers[prompt.task].problem_of(prompt)
 
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """As `Sampler.complete`."""
+        """As `Sampler.complete`, with the sampler of the prompt's task."""
         sampler = self._samplers[prompt.task]
         return await sampler.complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
 
 
 def unconfirmed_text(score: Score, text: str | None) -> str:
-    """`ScoredCompletion.unconfirmed_text` of an answer."""
+    """The text if the second judge does not confirm the verifier's verdict that the answer is correct; else empty."""
     return text or "" if score.confirmed is False else ""

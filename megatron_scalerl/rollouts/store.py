@@ -40,21 +40,21 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 SEGMENT_BYTES = 512 << 20
-"""Size at which a segment is complete (bytes). Retention deletes whole segments."""
+"""Size at which a segment is complete and the next block begins a new segment (bytes)."""
 _SEGMENT = re.compile(r"segment-(\d+)\.bin")
 _FIRST_READ = 1 << 14
-"""Number of bytes that are read first for a block's head. Most heads are shorter."""
+"""Number of bytes that are read first to get a block's head, since most heads are shorter."""
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"GRUP"
 _FIXED = struct.Struct("<4sIQqII")
 _COVERED = struct.Struct("<QqII")
-"""The part of `_FIXED` that the checksum covers."""
+"""The fields of `_FIXED` that the checksum covers: size, group id, header bytes, number of completions."""
 _ENTRY = struct.Struct("<QI")
 
 
 @record
 class GroupHeader:
-    """A finished group without id and tokens; fields as in `types.RolloutGroup`."""
+    """The facts about a finished group that are stored as JSON; fields as in `types.RolloutGroup`."""
 
     prompt: Prompt
     epoch: int
@@ -69,23 +69,23 @@ class GroupHeader:
 
 @record
 class BlockHead:
-    """The verified start of a block."""
+    """The head of a block, up to the first completion, after the checksum was verified."""
 
     nbytes: int
-    """Bytes of the whole block."""
+    """Size of the whole block (bytes)."""
     group_id: int
     header: bytes
     """JSON of a `GroupHeader`."""
     offsets: tuple[int, ...]
     """[N] offset of each completion in the block."""
     sizes: tuple[int, ...]
-    """[N] bytes of each completion."""
+    """[N] size of each completion (bytes)."""
     checksums: tuple[int, ...]
     """[N] CRC-32 of each completion."""
 
 
 def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]) -> bytes:
-    """The block of one group."""
+    """The bytes of the block for one group. completions: in the format of `batching.rollout_bytes`."""
     encoded = msgspec.json.encode(header)
     size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
     # The checksum covers the head only, because each completion has a separate checksum and is read alone.
@@ -96,15 +96,15 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 
 
 def head_bytes(data: bytes) -> int:
-    """Bytes of a block before the first completion, computed from the fixed first part. Raises ValueError."""
+    """Size of a block's head (bytes), computed from the fixed first part of the block. Raises ValueError."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"only {len(data)} bytes are left, and a block has at least {_FIXED.size}")
+        raise ValueError(f"the file ends after {len(data)} more bytes, and a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"the bytes {magic!r} begin no block of a group")
     head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
-        raise ValueError(f"the block has {size} bytes, fewer than the {head} of its head")
+        raise ValueError(f"the block has {size} bytes, fewer than the {head} bytes of the head")
     return head
 
 
@@ -112,7 +112,7 @@ def read_head(data: bytes) -> BlockHead:
     """The head of the block at the start of `data`, which has at least `head_bytes` bytes. Raises ValueError."""
     end = head_bytes(data)
     if len(data) < end:
-        raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are left")
+        raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are in the file")
     _, checksum, size, group_id, _, completions = _FIXED.unpack_from(data)
     check_bytes(memoryview(data)[8:end], checksum)
     table_end = _FIXED.size + _ENTRY.size * completions
@@ -133,15 +133,15 @@ def read_head(data: bytes) -> BlockHead:
 
 
 def check_bytes(data: bytes | memoryview, checksum: int) -> None:
-    """Raises ValueError unless `data` has this CRC-32."""
+    """Raises ValueError unless the CRC-32 of `data` is `checksum`."""
     actual = zlib.crc32(data)
     if actual != checksum:
-        raise ValueError(f"the bytes are damaged: their checksum is {actual:08x}, and {checksum:08x} is recorded")
+        raise ValueError(f"the bytes are damaged: the checksum is {actual:08x}, and {checksum:08x} was recorded")
 
 
 @record
 class StoredGroup:
-    """A block, read and verified."""
+    """The contents of a block, read from the store and verified."""
 
     group_id: int
     header: GroupHeader
@@ -150,17 +150,17 @@ class StoredGroup:
 
 
 def positions_of(completions: Iterable[Completion]) -> tuple[int, ...]:
-    """[C] number of each completion's first sample in the block."""
+    """[C] position in the block of the first sample of each completion, which may have several samples."""
     return (0, *accumulate(len(completion.samples) for completion in completions))[:-1]
 
 
 def segment_path(folder: Path, segment: int) -> Path:
-    """File of a segment in RUN/rollouts."""
+    """Path of a segment's file. folder: RUN/rollouts."""
     return folder / f"segment-{segment:05d}.bin"
 
 
 def segments(folder: Path) -> list[int]:
-    """Numbers of the segments in RUN/rollouts, ascending."""
+    """Numbers of the segments in a folder, ascending. folder: RUN/rollouts."""
     matches = (_SEGMENT.fullmatch(path.name) for path in folder.glob("segment-*.bin"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -178,13 +178,13 @@ class StoreWriter:
         self._lock = threading.RLock()
         # The number of a removed segment is not used again.
         self.segment = max(*segments(folder), last_segment, -1)
-        """Number of the newest segment, -1 in a new store."""
+        """Number of the newest segment; -1 in a store without a segment."""
         self._end = 0
 
     def append(self, block: bytes) -> BlockRef:
-        """Write one block (`block_bytes`), which is on the disk after the next `sync`.
+        """Append one block and return the block's place. The block is on the disk after the next `sync`.
 
-        Raises OSError naming the file; no byte of the block is left then.
+        Raises OSError naming the file, after removing a partly written block.
         """
         with self._lock:
             if self._failure is not None:
@@ -204,7 +204,7 @@ class StoreWriter:
             return stored
 
     def sync(self) -> None:
-        """Return once every block is on the disk. Raises OSError, then and at every later call."""
+        """Return once every appended block is on the disk. After an OSError, later calls raise the same error."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -221,7 +221,7 @@ class StoreWriter:
                 raise
 
     def complete_segment(self) -> None:
-        """Let the next block begin a new segment."""
+        """Complete the newest segment, so that the next block begins a new segment."""
         self._complete = True
 
     def close(self) -> None:
@@ -251,9 +251,9 @@ class StoreWriter:
 
 
 def read_block(path: Path, stored: BlockRef) -> StoredGroup:
-    """The block at the place `stored` of the segment `path`, with one read.
+    """Read and verify the whole block at the place `stored` in the segment `path`.
 
-    Raises ValueError naming file and offset, for a missing or damaged block; OSError.
+    Raises ValueError, naming file and offset, for a missing or damaged block, and OSError.
     """
     with _placing(path, stored.offset):
         data = _pread(path, stored.offset, stored.nbytes)
@@ -268,21 +268,21 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
 
 
 def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[RolloutArrays]]:
-    """(the block at the place `stored`, [N] arrays of the completions). Raises as `read_block`."""
+    """(block at the place `stored`, [N] the completions as arrays). Raises as `read_block`."""
     group = read_block(path, stored)
     with _placing(path, stored.offset):
         return group, [rollout_bytes.read(completion) for completion in group.completions]
 
 
 def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
-    """(group id, header) of the block at the place `stored`, without completions. Raises as `read_block`."""
+    """(group id, header) of the block at the place `stored`; reads no completions. Raises as `read_block`."""
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
         return head.group_id, stored_header(head)
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
-    """The completions at these positions of the block; no other completion is read.
+    """The bytes of the completions at these positions in the block; no other completion is read.
 
     Raises as `read_block`, and IndexError.
     """
@@ -302,7 +302,7 @@ def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     bytes_left = path.stat().st_size - offset
     # Without this check the head would be read, and the loss noticed only when completions are sent.
     if bytes_left < available:
-        raise ValueError(f"{max(0, bytes_left)} of {available} bytes are left")
+        raise ValueError(f"the file is too short: {max(0, bytes_left)} of {available} bytes are left")
     data = _pread(path, offset, min(_FIRST_READ, available))
     size = head_bytes(data)
     if size > len(data):
@@ -312,34 +312,34 @@ def _head_at(path: Path, offset: int, available: int) -> BlockHead:
 
 def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
     if head.nbytes != stored.nbytes:
-        raise ValueError(f"the block has {head.nbytes} bytes, and the journal refers to {stored.nbytes}")
+        raise ValueError(f"the block has {head.nbytes} bytes; the journal says {stored.nbytes} bytes")
     return head
 
 
 def stored_header(head: BlockHead) -> GroupHeader:
-    """The header in a head. Raises ValueError."""
+    """Decode the group header in a block's head. Raises ValueError."""
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"the group's header cannot be read: {error}") from None
+        raise ValueError(f"the group's header is not valid: {error}") from None
     samples = sum(len(completion.samples) for completion in header.completions)
     if len(header.scores) != len(header.completions) or samples != len(head.sizes):
         raise ValueError(
-            f"the group has {len(head.sizes)} samples, and its header {len(header.scores)} scores and the facts of "
-            f"{len(header.completions)} completions with {samples}"
+            f"the group has {len(head.sizes)} samples, but the header has {len(header.scores)} scores, and "
+            f"{len(header.completions)} completions with {samples} samples"
         )
     return header
 
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
-    """The `size` bytes of the file from `offset` on.
+    """Read `size` bytes of a file from `offset` on.
 
-    Raises ValueError for a file that ends before, and an OSError that names the file.
+    Raises ValueError if the file is too short, and an OSError that names the file.
     """
     bytes_left = path.stat().st_size - offset
     # The size is checked before the read, because a damaged size would allocate too much memory.
     if offset < 0 or not 0 <= size <= bytes_left:
-        raise ValueError(f"{max(0, bytes_left)} of {size} bytes are left")
+        raise ValueError(f"the file is too short: {max(0, bytes_left)} of {size} bytes are left")
     with naming(path), path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -347,10 +347,10 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """A block that adds the place in a segment to ValueErrors, and turns a missing file into a ValueError."""
+    """Context that adds path and offset to each ValueError, and turns a missing file into a ValueError."""
     try:
         yield
     except FileNotFoundError:
-        raise ValueError(f"{path}: the segment of rollouts does not exist") from None
+        raise ValueError(f"{path}: the segment of the rollout store does not exist") from None
     except ValueError as error:
         raise ValueError(f"{path}: byte {offset}: {error}") from None

@@ -73,12 +73,14 @@ from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 logger = logging.getLogger(__name__)
 
 MOST_PAUSE_S = 600.0
-"""Longest pause of a group whose completions were all lost several times (s)."""
+"""Longest pause of a group after all of the group's completions were lost (s)."""
 PAUSE_S = 10.0
-"""Pause after the second time that all completions of a group were lost (s). The pause doubles after each further
-time."""
+"""Pause of a group after the second time that all completions were lost (s).
+
+The pause then about doubles with each further time, up to MOST_PAUSE_S.
+"""
 MOST_UNUSABLE = 1000
-"""Number of draws in a row of prompts that cannot be learned from, after which the run ends."""
+"""Number of prompts drawn in a row that cannot be learned from, after which the run ends."""
 
 
 Results = dict[int, ScoredCompletion | CompletionLost]
@@ -87,19 +89,19 @@ Results = dict[int, ScoredCompletion | CompletionLost]
 
 @record
 class Admission:
-    """A group on its way to an engine: new, or issued again after an eviction or a restart."""
+    """A group that is about to be sent to an engine: new, or sent again after an eviction or a restart."""
 
     group_id: int
     prompt: Prompt
     epoch: int
     kept: Results = field(default_factory=dict)
-    """Completions that finished, or were lost, before the engine was evicted."""
+    """Completions that finished, or were lost, before an engine with the group was evicted."""
     redraws: int = 0
-    """Number of times that all completions of the group were lost; after each time all draws are new."""
+    """Number of times that all completions of the group were lost; each time all random choices change."""
 
     @property
     def counted(self) -> bool:
-        """True if the gate counts the group: a kept completion fixes the group's deadline."""
+        """True if the gate already counts the group, since a finished completion fixes the group's deadline."""
         return any(isinstance(result, ScoredCompletion) for result in self.kept.values())
 
 
@@ -119,13 +121,13 @@ class RolloutStream:
         rounds: Rounds | None = None,
         problems: dict[str, str | None] | None = None,
     ):
-        """count_tokens: gets the number of tokens of every finished completion. rounds: for rollouts.deterministic.
-        problems: `PromptSet.problems`, completed here."""
+        """count_tokens: called with the number of generated tokens of each finished completion. rounds: only for
+        rollouts.deterministic. problems: `PromptSet.problems`, to which the stream adds."""
         self.reissued_groups = 0
-        """Groups that were issued again after an eviction of the engine."""
+        """Number of groups that were sent to an engine again after an eviction."""
         self.policy_version = 0
         self.exhausted: str | None = None
-        """The reason why no prompt is left; None while there are prompts."""
+        """The reason why the curriculum has no prompt left; None while prompts are left."""
         self._curriculum = curriculum
         self._sampler = sampler
         self._journal = journal
@@ -147,7 +149,7 @@ class RolloutStream:
         )
         self._reissue: list[Admission] = []
         self._put_off = 0
-        """Groups that pause before `_reissue`."""
+        """Number of groups that pause before being sent to an engine again."""
         self._ready: dict[int, RolloutGroup] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,16 +158,16 @@ class RolloutStream:
         self._failure: BaseException | None = None
 
     def start(self, policy_version: int) -> None:
-        """Admit groups from now on; the engines serve `policy_version`."""
+        """Start to send groups to the engines, which serve `policy_version`."""
         assert self._admission is None
         self.policy_version = policy_version
         self._following = asyncio.create_task(self._guarded(self._follow_engines), name="engines")
         self._start_admission()
 
     def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission], batches: int) -> None:
-        """Restore the groups that are in no batch after a restart; called before `start`.
+        """Restore the groups that are in no batch, after a restart and before `start`.
 
-        ready: finished groups. unfinished: groups to issue again. batches: number of the run's batches that are done.
+        ready: finished groups. unfinished: groups to generate again. batches: number of finished batches of the run.
         """
         self._gate.resume(batches)
         for group in ready:
@@ -180,14 +182,14 @@ class RolloutStream:
         self._reissue = sorted(admissions, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
-        """Note that the last batch is done; every engine serves `policy_version`, unchanged if there was no step."""
+        """Note that a batch is done. Every engine now serves `policy_version`, which is unchanged without a step."""
         async with self._changed:
             self.policy_version = policy_version
             self._gate.trained()
             self._changed.notify_all()
 
     async def next_batch(self) -> list[RolloutGroup] | None:
-        """The next groups to train on at the current version, earliest deadline first.
+        """The next groups to train on at the current policy version, earliest deadline first; waits for the groups.
 
         None if the curriculum is exhausted and no full batch is left. Raises the failure that ended the stream.
         """
@@ -205,9 +207,9 @@ class RolloutStream:
                 await self._changed.wait()
 
     async def next_batch_ahead(self) -> list[RolloutGroup]:
-        """The groups to train on after the batch that trains now, as `next_batch`.
+        """The groups to train on after the batch that trains now; waits for the groups.
 
-        Waits until cancelled if no batch comes or the stream has failed; a cancelled call has taken no group.
+        If no batch comes or the stream has failed, the call waits until cancelled. A cancelled call takes no group.
         """
         async with self._changed:
             # The method `next_batch`, which is called after the step in progress, raises the failure.
@@ -225,17 +227,16 @@ class RolloutStream:
 
     @property
     def in_flight(self) -> int:
-        """Groups that are being generated or scored."""
+        """Number of groups that are being generated or scored."""
         return self._gate.in_flight
 
     @property
     def ready(self) -> int:
-        """Finished groups that are not in a batch yet."""
+        """Number of finished groups that are in no batch yet."""
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which engines served and no engine had work, because of the staleness
-        bound."""
+        """Seconds since the last call during which the staleness bound left every serving engine without work."""
         return self._loads.take_idle_seconds()
 
     async def close(self) -> None:
@@ -247,7 +248,7 @@ class RolloutStream:
         self._admission = asyncio.create_task(self._guarded(admit), name="admission")
 
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-        """Run a task of the stream, and keep the first failure for `next_batch`."""
+        """Run a task of the stream; the first failure of any task is kept, and raised by `next_batch`."""
         try:
             await work(*arguments)
         except asyncio.CancelledError:
@@ -261,7 +262,7 @@ class RolloutStream:
                 self._changed.notify_all()
 
     async def _follow_engines(self) -> None:
-        """Notify every other loop of each change of the engines."""
+        """Wake all waiting loops whenever an engine changes state."""
         epoch = self._engines.epoch
         while True:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
@@ -293,7 +294,7 @@ class RolloutStream:
         return task
 
     async def _admit_in_rounds(self) -> None:
-        """Admission with rollouts.deterministic: the groups of a round reach the paused engines together.
+        """Start groups in rounds, for rollouts.deterministic: a round's groups reach the paused engines together.
 
         Consumes: as `_admit`. Waits for: the gate, all engines that are not given up, and the groups of the last
         round. Unblocked by: a batch that is done, an engine that joins, group tasks that end.
@@ -321,7 +322,7 @@ class RolloutStream:
             await asyncio.wait(groups)
 
     def _draw_round(self, limit: int) -> list[Admission]:
-        """The groups of the next round, none if the curriculum is exhausted."""
+        """The groups of the next round, at most `limit`; empty if the curriculum is exhausted."""
         admissions: list[Admission] = []
         while len(admissions) < limit and self._may_start():
             admission = self._draw()
@@ -335,9 +336,9 @@ class RolloutStream:
         return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
-        """The next group of a prompt that can be learned from; None if the curriculum is exhausted.
+        """The next group with a prompt that can be learned from, counted by the gate from now on.
 
-        The gate counts the group from now on. Raises RuntimeError for MOST_UNUSABLE other prompts in a row.
+        None if the curriculum is exhausted. Raises RuntimeError after MOST_UNUSABLE unusable prompts in a row.
         """
         for _ in range(MOST_UNUSABLE):
             # The journal also has the draws of unusable prompts, so the order does not depend on the time of
@@ -349,11 +350,10 @@ class RolloutStream:
                 if not admission.counted:
                     self._gate.start(admission.group_id, self.policy_version)
                 return admission
-        raise RuntimeError(f"none of the last {MOST_UNUSABLE} prompts that were drawn can be learned from")
+        raise RuntimeError(f"none of the last {MOST_UNUSABLE} drawn prompts can be learned from")
 
     def _next(self) -> Admission | None:
-        """The next group: a group to issue again, otherwise a group of a new prompt. None if the curriculum is
-        exhausted."""
+        """The next group: a group to generate again, or a new group. None if the curriculum is exhausted."""
         if self._reissue:
             return self._reissue.pop(0)
         try:
@@ -368,7 +368,7 @@ class RolloutStream:
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
     async def _group(self, engine: EngineClient, admission: Admission, priority: int) -> None:
-        """Generate the missing completions of a group; then finish, reissue or drop the group.
+        """Generate the missing completions of a group; then store the group, send the group again, or drop the group.
 
         priority: priority of the first completion; in a round, later completions have consecutive priorities.
         """
@@ -378,7 +378,7 @@ class RolloutStream:
         problem = await self._problem_of(admission.prompt, retry=not completions and not evicted)
         if problem:
             logger.warning(
-                "group %d is left out: prompt %s cannot be learned from: %s",
+                "group %d is dropped, since prompt %s cannot be learned from: %s",
                 admission.group_id,
                 admission.prompt.prompt_id,
                 problem,
@@ -397,9 +397,9 @@ class RolloutStream:
         await self._reissue_group(admission, results, evicted=evicted)
 
     async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
-        """The kept and the new completions of a group; arguments as for `_group`.
+        """Index -> result of each completion of a group, kept or new; arguments as for `_group`.
 
-        The indices that an eviction has left unfinished are missing.
+        Completions that an eviction has left unfinished are missing.
         """
         first_draw = admission.redraws * self._group_size
         tasks_by_index = {}
@@ -425,12 +425,12 @@ class RolloutStream:
     async def _finish(
         self, admission: Admission, completions: Sequence[ScoredCompletion], lost: Counter[str]
     ) -> None:
-        """Write a group to the disk, and make the group ready. lost: reason -> number of lost completions."""
+        """Write a group to the store, and make the group ready. lost: reason -> number of lost completions."""
         [(tokens, number)] = Counter(scored.prompt.token_ids for scored in completions).most_common(1)
         if 2 * number <= len(completions) > 1:
             raise RuntimeError(
-                f"prompt {admission.prompt.prompt_id}: reset gave different messages for one row, and the episodes "
-                "of a group are compared with each other; let the messages depend on the row alone"
+                f"prompt {admission.prompt.prompt_id}: reset returned different messages for the same row, but all "
+                "episodes of a group need the same prompt; let reset's messages depend on the row alone"
             )
         if number < len(completions):
             lost += Counter({"prompt_changed": len(completions) - number})
@@ -460,9 +460,9 @@ class RolloutStream:
             self._changed.notify_all()
 
     async def _problem_of(self, prompt: Prompt, *, retry: bool) -> str:
-        """The reason why a prompt cannot be learned from, else empty; a prompt that was never tried is tried now.
+        """The reason why a prompt cannot be learned from, else empty. A prompt that was never tried is tried now.
 
-        retry: try the prompt once more, as a whole group was lost.
+        retry: try the prompt again, since all completions of a group were lost.
         """
         known_problem = self._problems.get(prompt.prompt_id, "")
         if known_problem or (known_problem == "" and not retry):
@@ -476,11 +476,12 @@ class RolloutStream:
         return problem
 
     async def _reissue_group(self, admission: Admission, results: Results, *, evicted: bool) -> None:
-        """Generate the missing completions of a group again, under the same id.
+        """Queue a group, under the same id, to generate the missing completions again.
 
-        After an eviction the completions get the same draws. Every eviction counts as a restart of an engine
-        (engine.max_restarts). A group whose completions are all lost gets new draws, since equal draws might be lost
-        for ever. From the second loss on, the group pauses first: the prompt may be at fault, or an outage may pass.
+        After an eviction the completions get the same random choices; engine.max_restarts limits the evictions. If
+        all completions were lost, the completions get new random choices, since the same choices might be lost for
+        ever. From the second such loss on, the group pauses first, since the prompt may be at fault or an outage may
+        pass.
         """
         redraws = admission.redraws
         pause_s = 0.0
@@ -511,8 +512,7 @@ class RolloutStream:
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, label: str
     ) -> ScoredCompletion | CompletionLost | EngineError:
-        """A scored completion. An exception is returned if the completion is lost, or if the engine was evicted
-        meanwhile."""
+        """A scored completion, or an exception as value if the completion was lost or the engine evicted."""
         result: ScoredCompletion | CompletionLost | EngineError
         served_version = self.policy_version
         try:
@@ -522,18 +522,18 @@ class RolloutStream:
             newest_version = self.policy_version + 1
             if completion.last_version > newest_version:
                 raise EngineError(
-                    f"{engine.name}: a token of its completion has policy version {completion.last_version}, and no "
-                    f"version after {newest_version} can have been published"
+                    f"{engine.name}: a token of a completion has policy version {completion.last_version}, but no "
+                    f"version after {newest_version} has been sent to engines"
                 )
             # The gate relies on the fact that no token is older than the version served at the request.
             if completion.first_version < served_version:
                 raise EngineError(
-                    f"{engine.name}: a token of its completion has policy version {completion.first_version}, and it "
-                    f"served version {served_version} when the request was sent"
+                    f"{engine.name}: a token of a completion has policy version {completion.first_version}, but the "
+                    f"engine served version {served_version} when the request was sent"
                 )
             self._count_tokens(completion.generated_tokens)
         except CompletionLost as lost:
-            logger.warning("%s is left out: %s", label, lost)
+            logger.warning("%s is lost, and left out of the group: %s", label, lost)
             result = lost
         except EngineError as error:
             self._engines.evict(engine, str(error))

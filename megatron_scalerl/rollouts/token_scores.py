@@ -1,4 +1,4 @@
-"""Files of the trainer's log-probabilities and entropies of single tokens (`controller.token_scores`).
+"""Reads and writes files with the trainer's log-probability and entropy of each token (`controller.token_scores`).
 
 RUN/token_scores/step_00000100.jsonl    a row for each completion that was scored before step 100
 """
@@ -17,28 +17,28 @@ FOLDER = "token_scores"
 
 @record
 class CompletionScores:
-    """The scores of one completion, a row of a file."""
+    """The trainer's scores of one completion's tokens; a row of a file."""
 
     group_id: int
     position: int
-    """Position of the completion, or of a part of an episode, in the group's block."""
+    """Position in the group's block of the completion, or of the episode's part."""
     policy_version: int
-    """Version of the weights that scored the completion."""
+    """Version of the policy weights with which the trainer scored the completion."""
     logprobs: list[float]
-    """[T] the trainer's log-probabilities (nats)."""
+    """[T] the trainer's log-probability of each token (nats)."""
     entropies: list[float]
-    """[T] entropies of the distributions that the tokens were drawn from (nats)."""
+    """[T] entropy of the trainer's distribution for each token (nats)."""
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
-    """Write or replace a step's file. Raises OSError."""
+    """Write the file of a step, in place of any earlier file. Raises OSError."""
     path = _path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     rewrite(path, map(asdict, rows))
 
 
 def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionScores]:
-    """(group id, position) -> the scores before a step; empty without a file.
+    """(group id, position) -> the scores of a completion before a step; empty without a file.
 
     Raises ValueError, naming the file, for an invalid row.
     """
@@ -46,7 +46,7 @@ def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionSco
     try:
         rows = [msgspec.convert(row, CompletionScores) for row in read_jsonl(path)]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: a row holds no scores of tokens: {error}") from None
+        raise ValueError(f"{path}: a row has no valid scores of tokens: {error}") from None
     return {(row.group_id, row.position): row for row in rows}
 
 

@@ -1,6 +1,6 @@
-"""Reads calls of tools in an answer, in the format that the policy's chat template teaches.
+"""Parses the tool calls in an answer, in the format that the policy's chat template teaches.
 
-A call is read completely, or has an error: no argument is dropped or repeated, and no text in a call is ignored.
+A call is parsed completely, or has an error: no argument is dropped or repeated, and no text in a call is ignored.
 """
 
 import contextlib
@@ -16,21 +16,21 @@ from megatron_scalerl.environments.response import ToolCall
 
 NAME = re.compile(r"[\w.:/-]+")
 TYPES = {int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
-"""Type of Python -> type of JSON schemas."""
+"""Python type -> name of the type in a JSON schema."""
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's spelling of a value, which some templates write -> JSON."""
+"""Python's spelling of a value, which some chat templates use -> JSON's spelling."""
 
 
 Types = dict[str, dict[str, set[str]]]
-"""Name of a tool -> name of an argument -> allowed types; an empty set allows any type."""
+"""Name of a tool -> name of an argument -> allowed JSON types; an empty set allows every type."""
 
 
 class _UnreadableCall(Exception):
-    """A call cannot be read; the message is the reason in one word."""
+    """A tool call cannot be parsed; the message is the reason in one word."""
 
 
 def _json(text: str) -> Any:
-    """A value of JSON. Raises ValueError, RecursionError, and _UnreadableCall for a repeated key."""
+    """Parse JSON. Raises ValueError or RecursionError, and _UnreadableCall for a repeated key."""
     return json.loads(text, object_pairs_hook=_table)
 
 
@@ -42,7 +42,7 @@ def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _value(text: str, types: set[str]) -> Any:
-    """The value of an argument that is written without quotes."""
+    """The value of an argument that the format writes as plain text. types: the allowed JSON types."""
     text = text.removeprefix("\n").removesuffix("\n")
     if types != {"string"}:
         with contextlib.suppress(ValueError):
@@ -55,7 +55,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
-    """A call {"name": ..., KEY: {...}}."""
+    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the allowed sets of KEY."""
     call = _json(text)
     if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
         raise _UnreadableCall("malformed_structure")
@@ -64,7 +64,7 @@ def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tup
 
 
 def _read_tagged_call(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
-    """A call whose arguments are in tags."""
+    """Parse a call whose arguments are in tags. call, argument: patterns of the call and of an argument."""
     match = re.fullmatch(call, text, re.DOTALL)
     if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
         raise _UnreadableCall("malformed_structure")
@@ -75,7 +75,7 @@ def _read_tagged_call(text: str, types: Types, *, call: str, argument: str) -> t
 
 
 def _read_kimi_call(text: str, types: Types) -> tuple[str, Any, Any]:
-    """A call functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
+    """Parse a call of Kimi-K2: functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
     call_id, _, arguments_text = text.partition("<|tool_call_argument_begin|>")
     arguments, end, trailing_text = arguments_text.rpartition("<|tool_call_end|>")
     if not end or trailing_text:
@@ -86,7 +86,7 @@ def _read_kimi_call(text: str, types: Types) -> tuple[str, Any, Any]:
 
 IN_TAGS = r"<tool_call>(.*?)(?:(</tool_call>)|\Z)|</tool_call>"
 Reader = Callable[[str, Types], tuple[str, Any, Any]]
-"""(id, name, arguments) of a call. Raises as `_json`, and _UnreadableCall."""
+"""A function that parses a call into (id, name, arguments). Raises as `_json`, and _UnreadableCall."""
 FORMATS: dict[str, tuple[str, str, str, Reader]] = {
     "<function=": (
         "qwen3.5",
@@ -122,20 +122,21 @@ FORMATS: dict[str, tuple[str, str, str, Reader]] = {
         partial(_read_json_call, keys=({"parameters"}, {"arguments"})),
     ),
 }
-"""Text in a chat template -> (name, token of the format, pattern of a block of calls and of stray tags, reader).
+"""Text in a chat template -> the format: (name, token, pattern of a block of calls and of stray tags, reader).
 
-The pattern's groups: text of the block, end of the block. Not supported: Mistral, DeepSeek-V3.
+A policy has the format if the tokenizer has the token. The pattern's groups are the text and the end of a block. The
+formats of Mistral and DeepSeek-V3 are not supported.
 """
 ERRORS = {None: "unopened_block", 1: "unclosed_block", 2: ""}
-"""Last group of a block -> error of the block."""
+"""Number of the last group that matched in a block's pattern -> error of the block's calls."""
 
 
 ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
-"""(the text before the first call, calls) in the tokens of an answer, [A]."""
+"""A function of an answer's token ids [A] that returns (text before the first call, calls)."""
 
 
 def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) -> ToolParser:
-    """The parser for a policy with these tools, if there are any.
+    """The parser of tool calls for a policy with these tools; without tools, the parser finds no calls.
 
     end_ids: tokens that end a completion. Raises ValueError for a chat template with another format, and for tools
     that are no JSON schemas of functions.
@@ -147,15 +148,15 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
     formats = [row for text, row in FORMATS.items() if text in source and row[1] in vocabulary]
     if not formats:
         raise ValueError(
-            "environment: the chat template's calls of tools are in none of the formats that can be read: "
-            f"{', '.join(row[0] for row in FORMATS.values())}; take a policy with one of them, or let the "
-            "environment read the text"
+            "environment: the chat template's format of tool calls is not supported; take a policy with a format of "
+            f"{', '.join(row[0] for row in FORMATS.values())}, or remove the class's tools and let the class parse "
+            "the policy's text"
         )
     _, _, blocks, read = formats[0]
     try:
         types = dict(map(_declaration, tools))
     except (AttributeError, TypeError):
-        raise ValueError("tools: they have to be JSON schemas of functions") from None
+        raise ValueError("tools: each tool has to be a JSON schema of a function") from None
 
     def calls(token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
         ids = [token for token in token_ids if token not in end_ids]
@@ -175,14 +176,14 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
 
 
 def _declaration(tool: Any) -> tuple[str, dict[str, set[str]]]:
-    """(name of a tool, types of the tool's arguments)."""
+    """(name of a tool, name of an argument -> allowed types) from the tool's JSON schema."""
     function = tool.get("function", tool)
     properties = function.get("parameters", {}).get("properties", {})
     return function.get("name", ""), {name: _types(schema) for name, schema in properties.items()}
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a JSON schema allows."""
+    """The names of the types that a JSON schema allows; empty if the schema allows every type."""
     names = schema.get("type", ())
     if isinstance(names, str):
         names = (names,)
@@ -190,7 +191,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
-    """The call in a text. error: the error of the call's block."""
+    """Parse the call in a text. error: the error of the call's block, empty without an error."""
     try:
         if error:
             raise _UnreadableCall(error)

@@ -1,4 +1,4 @@
-"""The tokens of policy and environment in an episode, in parts; each part becomes a sample.
+"""Records the tokens of policy and environment in an episode, in parts; each part becomes a training sample.
 
 A context continues a part if all tokens of the part are an exact prefix of the context, and no other turn is being
 sampled in the part. Any other context begins a part, with all context tokens masked: an edited or summarized history,
@@ -26,20 +26,20 @@ from megatron_scalerl.types import ENDS, EpisodeEnd, ExpertChoices
 
 @dataclass(eq=False)
 class Part:
-    """A context with turns of the policy."""
+    """A part of an episode: a context that grew with turns of the policy; becomes one training sample."""
 
     context: array[int]
-    """First tokens of the group's prompt, then the tokens written so far, as `I` for a fast comparison."""
+    """Token ids: first tokens of the group's prompt, then all tokens so far. The type `I` makes comparison fast."""
     shared: int
     """Number of the group's prompt tokens in `context`."""
     pieces: list[RolloutArrays] = field(default_factory=list)
-    """Turns, each after the environment's tokens before the turn."""
+    """The policy's turns in order, and before each turn the environment's tokens, if any."""
     busy: bool = False
     """True while a turn is being sampled."""
 
 
 class Trace:
-    """The parts of an episode."""
+    """The tokens of an episode in progress, in parts, with rewards and the reason of the end."""
 
     def __init__(self, prompt: Sequence[int]):
         """prompt: [P] ids of the group's prompt; each context has to begin with the first id."""
@@ -49,29 +49,28 @@ class Trace:
         self.turn_rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.text: str | None = None
-        """The answer in the last turn."""
+        """The answer in the policy's last turn; None without an answer."""
         self.end: EpisodeEnd = ENDS["truncated"]
-        """End of the episode: a limit, unless the environment ends the episode."""
+        """How the episode ended; `truncated`, by a limit, unless something else sets the end."""
         self._parts: list[Part] = []
 
     @property
     def thinking(self) -> int:
-        """Tokens of thinking in all turns; a turn in which thinking did not end counts fully."""
+        """Number of thinking tokens in all turns; in a turn without an end of thinking, all tokens count."""
         return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     @property
     def shared(self) -> list[int | None]:
-        """[parts] number of the prompt's tokens with which each part begins; None: all tokens."""
+        """[parts] number of tokens of the group's prompt with which each part begins; None for the whole prompt."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
     def begins(self, context: list[int]) -> int:
-        """Number of the prompt's tokens with which a context [N] begins."""
+        """Number of leading tokens that a context [N] has in common with the group's prompt."""
         return len(list(takewhile(bool, map(eq, context, self.prompt))))
 
     @contextlib.contextmanager
     def turn(self, context: list[int]) -> Iterator[Part]:
-        """A block in which the policy continues a context [N]. The value is the part to which `add` appends the
-        turn."""
+        """A block in which the policy's turn after a context [N] is sampled; yields the part for `add`."""
         ids = array("I", context)
         idle = [part for part in self._parts if not part.busy and ids[: len(part.context)] == part.context]
         part = max(idle, key=lambda part: len(part.context), default=None)
@@ -85,7 +84,7 @@ class Trace:
             part.busy = False
 
     def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
-        """Append a turn and the new tokens of the context before the turn; returns the turn."""
+        """Append to a part the new tokens of the context, and then the policy's turn; returns the turn."""
         arrays = read(decoded.data)
         new_ids = context[len(part.context) :]
         if new_ids:
@@ -100,7 +99,7 @@ class Trace:
         return turn
 
     def parts(self, draw: Draw) -> list[RolloutArrays]:
-        """The samples of the finished episode."""
+        """The training samples of the finished episode, one for each part."""
         return [
             replace(
                 joined_parts(part.pieces),
@@ -114,7 +113,7 @@ class Trace:
 
 
 def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
-    """The piece of ids [N] that the environment wrote before a turn."""
+    """The arrays of token ids [N] that the environment wrote before a turn: masked, with the turn's first version."""
     size = len(ids)
     return replace(
         turn,
@@ -129,8 +128,10 @@ def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
 
 
 def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
-    """The experts of all tokens. Each request reports the experts of its whole context; the first report about a
-    token counts."""
+    """The expert choices of all tokens of a part; None if no request reported experts.
+
+    Each request reports the experts of the whole context; the first report about a token counts.
+    """
     reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
     if not reports:
         return None

@@ -1,4 +1,6 @@
-"""Files of the algorithm's decisions about a batch, which the page reads, so that the page runs no code of a user.
+"""Reads and writes files with advantages and dropped groups of each batch, for the run's page.
+
+The page reads the files, so that the page runs no code of a user's algorithm.
 
 RUN/advantages/batch_00000012.json      written before the step; a resume that trains the batch again replaces it
 """
@@ -14,16 +16,16 @@ FOLDER = "advantages"
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions about the groups of one batch. Produced by `controller.samples`."""
+    """The advantages and the dropped groups of one batch. Produced by `controller.samples`."""
 
     advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position of a trained completion in the group's block -> advantage, the mean over tokens."""
+    """Group id -> position in the group's block of a completion that is trained on -> mean advantage over tokens."""
     dropped: Mapping[int, str]
-    """Group id -> reason why the group is not trained, one word."""
+    """Group id -> reason, in one word, why the group is not trained on."""
 
 
 def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
-    """Write or replace a batch's file. Raises OSError naming the file."""
+    """Write the file of a batch, in place of any earlier file. Raises OSError naming the file."""
     path = _path(run_dir, batch)
     path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -38,7 +40,7 @@ def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
 
 
 def read_trained(run_dir: Path, batch: int) -> Trained | None:
-    """The decisions about a batch; None without a file. Raises ValueError, naming the file, for invalid content."""
+    """The advantages and dropped groups of a batch; None without a file. Raises ValueError naming the file."""
     path = _path(run_dir, batch)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trained)

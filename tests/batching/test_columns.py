@@ -146,12 +146,12 @@ THREE = {"number": [0.0, np.nan, 2.0]}
     "given, said",
     [
         ([THREE], r"ValueError\('zip"),
-        ([THREE, {"other": [0.0] * 3}], r"score gave the columns \['other'\]; they have to be \['number'\]"),
+        ([THREE, {"other": [0.0] * 3}], r"score returned the columns \['other'\] instead of \['number'\]"),
         ([THREE, {"number": [0.0]}], r"column number has shape \(1,\)"),
-        ([THREE, {"number": [np.nan, 0.0, 0.0]}], "it needs a finite number for each of 3 tokens"),
-        ([THREE, {"number": [1e39, 0.0, 0.0]}], "it needs a finite number"),
-        (OSError("the teacher is down"), "failed in every try, at last by OSError"),
-        (None, "failed in every try, at last by TimeoutError"),
+        ([THREE, {"number": [np.nan, 0.0, 0.0]}], "has to have a finite number for each of the 3 tokens"),
+        ([THREE, {"number": [1e39, 0.0, 0.0]}], "has to have a finite number"),
+        (OSError("the teacher is down"), "failed in every try; the last error: OSError"),
+        (None, "failed in every try; the last error: TimeoutError"),
     ],
 )
 async def test_a_score_without_its_columns_ends_the_run(monkeypatch, given, said):

@@ -192,7 +192,7 @@ def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
 
 
 def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path):
-    said = "code.jsonl: line 3: 'answer': the Python of the tests has no assert"
+    said = "code.jsonl: line 3: 'answer': the tests are Python without an assertion, so every program would pass"
     assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", "f(2)")).endswith(said)
     single = refusal(tiny, f"prompts.path={code_file(tmp_path, '4')}", "rewards.verifier=code")
     assert "line 1: 'answer': unit tests have to be" in single

@@ -82,5 +82,5 @@ def test_nothing_is_asked_for_where_all_rewards_are_equal(scorer, tmp_path):
 def test_a_damaged_file_is_one_line(tmp_path, text):
     (tmp_path / "token_scores").mkdir()
     (tmp_path / "token_scores/step_00000002.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=r"step_00000002\.jsonl: .* no scores of tokens: "):
+    with pytest.raises(ValueError, match=r"step_00000002\.jsonl: .* no valid scores of tokens: "):
         read_scores(tmp_path, 2)

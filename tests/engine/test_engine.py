@@ -349,9 +349,9 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
     assert all((i.world_size, i.weight_version, i.weight_digests) == (1, "3", ("",)) for i in infos.values())
     for logits, info in infos.items():
         check_engine(info, both[logits])
-    with pytest.raises(ValueError, match=r"policy\.logits fp32: the trainer has float32, and the engine bfloat16"):
+    with pytest.raises(ValueError, match=r"logits fp32: the trainer has float32, but the engine has bfloat16"):
         check_engine(infos["model"], both["fp32"])
-    with pytest.raises(ValueError, match=r"policy\.logits model: the trainer has bfloat16, and the engine float32"):
+    with pytest.raises(ValueError, match=r"logits model: the trainer has bfloat16, but the engine has float32"):
         check_engine(infos["fp32"], both["model"])
     with pytest.raises(ValueError, match=r"engine\.vllm\.max_model_len: 100 is too short for sequences of 1965"):
         check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])

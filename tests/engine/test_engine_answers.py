@@ -96,7 +96,7 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "policy versions: 1 of 2 tokens have one"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "only 1 of 2 tokens have a version"),
         ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "policy version: '²' is not a number"),
         (
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate("43")]},
@@ -106,7 +106,7 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
             {"weight_versions": [{"version": "3", "start": 1, "end": 2}]},
             "tokens 1 to 2 are no span that begins at token 0",
         ),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "and ends by 2"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "and ends at or before token 2"),
         ({"finish_reason": "abort"}, "completion ended with 'abort' after 2 tokens"),
         ({"logprobs": (-0.5,)}, "the completion has 2 tokens and 1 log-probs"),
         ({"plan": PLAN}, "is not the forced phrase"),

@@ -94,7 +94,7 @@ TLS = ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")
         ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
         *(({f"ssl_{name}": "x"}, rf"engine\.vllm\.ssl_{name}: 'x' cannot be set here; .* fixed") for name in TLS),
         ({"generation_config": "auto"}, "generation_config: 'auto' cannot be set here; the option is fixed"),
-        ({"data_parallel_backend": "ray"}, "data_parallel_backend: the launcher starts and ends"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend: ray cannot be used"),
         ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
         (
             {"override_generation_config": {"attn_temperature_tuning": True}},
@@ -203,7 +203,7 @@ def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monk
 
 
 def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
-    with pytest.raises(ValueError, match=r"routing_replay: .* the CPU build is installed"):
+    with pytest.raises(ValueError, match=r"routing_replay: .* CPU build is installed"):
         arguments(tmp_path, **REPLAY)
     with pytest.raises(ValueError, match=r"routing_replay needs rollouts\.kv_cache recompute; it is keep"):
         recipe_for(tmp_path, rollouts={"routing_replay": True})

@@ -79,7 +79,7 @@ def test_an_engine_that_does_not_receive_its_requests_is_evicted():
 
     in_virtual_time(run())
     assert engine.aborted == (
-        "engine-0: it holds 1 of 2 requests and has not resumed within 0.05 s of their submission (weights.timeout_s)"
+        "engine-0: the engine has 1 of 2 requests and has not resumed within 0.05 s of submission (weights.timeout_s)"
     )
     assert "resume" not in engine.calls
 

@@ -107,7 +107,7 @@ INVALID = {
     "({'role': 'system', 'content': 'x'}, None, False)": "needs a role",
     "({'role': 'user'}, None, False)": "needs a role",
     "({'role': 'user', 'content': 7}, None, False)": "needs a role",
-    "({'role': 'user', 'content': 'x', 'more': [[]]}, None, False)": "texts, numbers",
+    "({'role': 'user', 'content': 'x', 'more': [[]]}, None, False)": "strings, numbers",
     "({'role': 'user', 'content': object()}, None, False)": "object",
     "([], None, False)": "no message",
     "('x', type('L', (list,), {})([[]] * 9), False)": "reward",

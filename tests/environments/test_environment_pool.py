@@ -101,7 +101,7 @@ REFUSED = {
     "users_environments:NoStep": "the class has no method step",
     "users_environments:NoAgent": "run: it has to take .self, row, agent.; it is run.self, row.",
     "users_environments:NoRow": "reset: it has to take .self, row.; it is reset.self.",
-    "users_environments:Yields": "reset is a generator, as it has a yield; it has to return its result$",
+    "users_environments:Yields": "reset is a generator, as it has a yield; return the result instead$",
     "users_environments:Configured": "it has to take ..; it is Configured.size.",
     "users_environments:BadTools": "tools has to be a list of JSON objects",
     "users_environments:BadRepeated": "tools has to be a list of JSON objects",
@@ -132,10 +132,10 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, problem",
-    [("Gymnasium", "step returned five values, as Gymnasium's does"), ("DoneNumber", "Expected `bool`, got `int`")],
+    [("Gymnasium", "step returned five values, as in Gymnasium"), ("DoneNumber", "Expected `bool`, got `int`")],
 )
 async def test_a_class_that_returns_no_turn_is_refused_before_the_run(name, problem):
-    with pytest.raises(ValueError, match="what it returns is no turn: .*" + problem) as refused:
+    with pytest.raises(ValueError, match="the class returned no valid turn: .*" + problem) as refused:
         await try_out(section(name), PROMPT)
     assert "\n" not in str(refused.value)
 

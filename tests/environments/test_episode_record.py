@@ -29,7 +29,7 @@ def test_a_lost_share_above_a_twentieth_is_said_with_its_first_traceback_and_aga
             counts.append(number // 5 + 1)
     assert counts == [13, 26, 52]
     first = caplog.messages[0]
-    assert "environment.name 'm:C': 13 of the latest 61 episodes are lost. The first of them, of row 0," in first
+    assert "environment.name 'm:C': 13 of the latest 61 episodes are lost. The first lost episode, of row 0," in first
     assert "boom 0\n" in first and "return an observation" in first and 'repeated_failure = "wrong"' in first
     for number in range(400, 700):
         ended(record, number)

@@ -12,7 +12,7 @@ from megatron_scalerl.recipe.file import load_recipe
 PIPELINE = "{pipeline_model_parallel_size: 3, virtual_pipeline_model_parallel_size: 1}"
 MISTAKES = [
     ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: 512 is too short for the"),
-    ("prompts.max_prompt_tokens=4096", "; lower these, or take a policy with a longer context"),
+    ("prompts.max_prompt_tokens=4096", "; lower a summand, or take a policy with a longer context"),
     ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91"),
     (
         "engine.vllm.max_model_len=89",

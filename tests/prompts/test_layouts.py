@@ -126,7 +126,7 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
 
 
 def test_a_file_of_which_nothing_is_left_says_why(prompts_of):
-    with refused("1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"):
+    with refused("1 of 4 rows cannot be learned from, such as .* is text; give a number"):
         prompts_of([{"prompt": ASK, "answer": "see the figure"}] * 4)
 
 

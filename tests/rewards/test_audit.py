@@ -66,4 +66,4 @@ async def test_an_answer_without_a_verdict_of_the_second_judge_is_neither(tmp_pa
     async with TaskPools([task]) as pools:
         score = await pools.score("\\boxed{14}", prompt(answer="14"))
     assert score == Score(correct=True, reward=1.0)
-    assert "validation.audit: no verdict on an answer" in caplog.text
+    assert "validation.audit: the second judge gave no verdict on an answer" in caplog.text

@@ -371,10 +371,10 @@ def test_another_architecture_is_refused(monkeypatch):
 
 
 FAULTS = {
-    "a filter that does not apply": ("sandbox_init.restrict_calls = lambda: None", "a program has a new process"),
+    "a filter that does not apply": ("sandbox_init.restrict_calls = lambda: None", "in a sandbox has a new process"),
     "an environment that leaks": (
         "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
-        "a program has an environment: HF_TOKEN",
+        "a program in a sandbox has an environment: HF_TOKEN",
     ),
     "rights that are not given up": (
         "l, f = sandbox_init._libc, sandbox_init.restrict_calls; sandbox_init._give_up_rights = lambda uid: None; "
@@ -383,7 +383,7 @@ FAULTS = {
     ),
     "no limit of threads": (
         "sandbox_init.THREADS = 10000",
-        "a program can start 128 threads; with Linux 5.14 it is 8 to 64",
+        "a program can start 128 threads; Linux from 5.14 on allows 8 to 64",
     ),
     "an interpreter that does not start": (
         "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",

@@ -96,7 +96,7 @@ def test_a_verifier_that_fails_for_sixteen_rows_ends_the_run_with_its_traceback(
 
     *before, end = in_virtual_time(main())
     assert before == [None] * 15
-    assert "gave no reward for 16 rows among the latest 256 checks" in str(end)
+    assert "failed for 16 rows among the latest 256 checks" in str(end)
     assert "Traceback" in str(end) and "sixty_verifiers.py" in str(end)
 
 

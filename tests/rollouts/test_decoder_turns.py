@@ -117,7 +117,7 @@ async def test_ids_that_the_tokenizer_does_not_have_are_decoded_and_rendered(tmp
 
 
 def test_a_policy_that_cannot_have_the_tools_is_refused_before_a_process_starts(tmp_path):
-    with pytest.raises(ValueError, match="calls of tools are in none of the formats"):
+    with pytest.raises(ValueError, match="format of tool calls is not supported"):
         pool_of(tmp_path, CHATML)
     with pytest.raises(ValueError, match=r"tools need prompts\.chat_template true"):
         pool_of(tmp_path, chat=False)

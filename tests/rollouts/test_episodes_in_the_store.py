@@ -108,11 +108,11 @@ def test_a_block_with_a_part_too_few_is_refused():
     for damaged, said in (
         (
             block_bytes(0, header, data[:5]),
-            "5 samples, and its header 4 scores and the facts of 4 completions with 6$",
+            "5 samples, but the header has 4 scores, and 4 completions with 6 samples$",
         ),
         (
             block_bytes(0, replace(header, scores=SCORES[:3]), data),
-            "6 samples, and its header 3 scores and the facts of 4 completions with 6$",
+            "6 samples, but the header has 3 scores, and 4 completions with 6 samples$",
         ),
     ):
         with pytest.raises(ValueError, match=f"the group has {said}"):

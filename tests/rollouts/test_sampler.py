@@ -131,7 +131,7 @@ def test_end_tokens_of_the_policy_stop_the_engine_and_are_not_in_the_answer(tiny
 
 def test_a_phrase_that_would_end_the_completion_is_refused(tiny, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 4]}')
-    with pytest.raises(ValueError, match=r"interruption\.phrase: its tokens \[4\]"):
+    with pytest.raises(ValueError, match=r"interruption\.phrase: the tokens \[4\]"):
         plans(tiny, policy={"path": str(tmp_path)})
 
 
