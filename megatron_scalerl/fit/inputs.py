@@ -124,7 +124,7 @@ def unconfirmed(row: Mapping[str, Any]) -> str:
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
     return (
-        f"the second judge confirms {share:.0%} of the rewarded answers of step {row['step']}, too few to trust "
+        f"the second judge confirms {share:.0%} of the paid answers of step {row['step']}, too few to trust "
         "the pass rates and the forecast"
     )
 

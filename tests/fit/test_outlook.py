@@ -64,6 +64,6 @@ def test_what_is_too_little(given, options):
 def test_a_forecast_of_unconfirmed_rewards_says_so():
     audited = [row | {"confirmed_share": 0.4, "confirmed_least": 0.95} for row in rows()[:9]]
     line = outlook(audited, steps=100).line()
-    assert "; the second judge confirms 40% of the rewarded answers of step 40, too few to trust" in line
+    assert "; the second judge confirms 40% of the paid answers of step 40, too few to trust" in line
     confirmed = [row | {"confirmed_share": 0.96} for row in audited]
     assert "second judge" not in outlook(confirmed, steps=100).line()
