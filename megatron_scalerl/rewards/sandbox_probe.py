@@ -57,7 +57,7 @@ def check_sandbox(limits: Limits) -> None:
     # Before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host.
     if not FEWEST_THREADS <= threads < THREADS:
         raise ValueError(
-            f"{_HEAD}: a program can start {threads} threads; Linux since 5.14 allows {FEWEST_THREADS} to {THREADS - 1}"
+            f"{_HEAD}: a program starts {threads} threads; Linux since 5.14 allows {FEWEST_THREADS} to {THREADS - 1}"
         )
     # The interpreter's folder has to be visible; in /usr or /lib no further folder is needed.
     prefix = sys.base_prefix.split("/")[1]

@@ -383,7 +383,7 @@ FAULTS = {
     ),
     "no limit of threads": (
         "sandbox_init.THREADS = 10000",
-        "a program can start 128 threads; Linux since 5.14 allows 8 to 63",
+        "a program starts 128 threads; Linux since 5.14 allows 8 to 63",
     ),
     "an interpreter that does not start": (
         "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",
