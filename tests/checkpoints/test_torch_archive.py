@@ -49,7 +49,7 @@ def test_an_archive_of_torch_is_read(tmp_path):
 def test_anything_but_a_contiguous_tensor_is_refused(value, tmp_path):
     path = tmp_path / "file"
     torch.save(value, path)
-    with pytest.raises(ValueError, match=r"file: cannot read a saved tensor from byte 0 on: (the tensor|found a dict)"):
+    with pytest.raises(ValueError, match=r"file: cannot read a saved tensor from byte 0 on: (the tensor|found a )"):
         find_tensor(tmp_path, ByteRange("file", 0, path.stat().st_size))
 
 

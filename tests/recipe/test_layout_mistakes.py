@@ -68,7 +68,7 @@ MISTAKES = {
     "heads": ([f"{TP}=3", f"{WORLD}=3"], f"{TP}: 4 attention heads cannot be divided by 3"),
     "kv heads": ([f"{TP}=4", f"{WORLD}=4"], f"{TP}: 2 key-value heads cannot be divided by 4"),
     "experts": ([f"{EP}=4", f"{WORLD}=4"], f"{EP}: 6 experts cannot be divided by 4"),
-    "no experts": ([f"{EP}=2", f"{WORLD}=2"], f"{EP}: 2 ranks cannot divide a policy without experts"),
+    "no experts": ([f"{EP}=2", f"{WORLD}=2"], f"{EP} is 2, but the policy has no experts"),
     "expert MLPs": ([f"{ETP}=5", f"{WORLD}=5"], f"{ETP}: 48 expert MLP columns cannot be divided by 5"),
     "world": ([f"{TP}=2", f"{CP}=2", f"{WORLD}=6"], f"{WORLD}: 6 is not a multiple of tensor .* 4"),
     "expert world": ([f"{EP}=3", f"{WORLD}=4"], f"{WORLD}: 4 is not a multiple of expert .* 3"),
