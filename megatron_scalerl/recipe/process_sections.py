@@ -76,7 +76,7 @@ class EngineSection(Section):
     devices_per_engine: PositiveInt = 1
     """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
     colocate: bool = False
-    """The engines run on the trainer's devices, for runs on one host, also with one GPU. Both take turns on a device.
+    """Run the engines on the trainer's devices, on one host, also with one GPU; trainer and engines take turns.
     Requires count x devices_per_engine = trainer.world_size, and kv_cache_memory_bytes and gpu_memory_utilization in
     `vllm`. The ledger charges half of a device to the trainer and half to the engine."""
     threads: PositiveInt = 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MICRO_BATCH_MULTIPLE = 128
-"""The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
+"""trainer.micro_batch_tokens, if not set, is rounded up to a multiple of this number (tokens)."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -20,7 +20,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def section_of(value: object) -> object:
-    """The section of an environment or algorithm that a recipe gives as a name alone."""
+    """Turn a name alone, such as `environment: module:Class`, into a section with this name."""
     if isinstance(value, str):
         return {"name": value}
     return value
@@ -38,7 +38,7 @@ The paper prints the trailing space before the tag."""
 
 
 AUTO: Final = "auto"
-"""Value of a setting that follows from tokenizer and prompts, which `prompts.chat.Chat.settled` fills in."""
+"""Value of a setting that is chosen by tokenizer and prompts; `prompts.chat.Chat.settled` fills in the choice."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -296,7 +296,7 @@ class RolloutsSection(Section):
 
     @property
     def batches_per_update(self) -> int:
-        """Batches from one weight update to the next: 1, or the batches of a phase."""
+        """Batches that are trained between two weight updates of the engines: 1, or the batches of a phase."""
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
     @property
@@ -315,7 +315,7 @@ class RolloutsSection(Section):
         if self.schedule == "pipeline" and self.updates_per_phase != default:
             raise ValueError(
                 f"updates_per_phase: {self.updates_per_phase} has no effect with schedule pipeline, where "
-                f"max_staleness_steps bounds the age; leave it at {default}"
+                f"max_staleness_steps limits staleness; leave updates_per_phase at {default}"
             )
         if self.batches_per_update > self.max_staleness_steps + 1:
             raise ValueError(
@@ -479,7 +479,7 @@ class LossSection(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The options that differ from the loss's own defaults, by name."""
+        """The arguments by which the loss differs from the loss function's own defaults, by name."""
         options = self.model_dump(include={"max_is_weight", "clip_low", "clip_high"}, exclude_defaults=True)
         return self.options | options
 

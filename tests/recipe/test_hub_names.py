@@ -70,7 +70,7 @@ def test_a_local_folder_goes_before_a_name(cache):
 def test_what_is_not_there_is_said_with_the_command_that_fetches_it(cache):
     with pytest.raises(
         ValueError,
-        match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: hf download Qwen/Qwen3-4B --revision v1, or dow",
+        match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: run hf download Qwen/Qwen3-4B --revision v1, or set dow",
     ):
         check_policy(recipe(cache, policy={"path": "Qwen/Qwen3-4B@v1"}))
     with pytest.raises(ValueError, match=r"runs/tiny/policy is not a Hugging Face folder: it has no config.json$"):
