@@ -100,7 +100,7 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
     for size, group_name in zip(sizes.unit, group_names):
         if world_size % size:
             raise ValueError(
-                f"trainer.world_size: {world_size} is not a multiple of {size}, the {group_name} size{also}"
+                f"trainer.world_size: {world_size} is not a multiple of {size}, the {group_name} parallel size{also}"
             )
 
 

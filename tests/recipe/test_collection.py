@@ -35,7 +35,7 @@ def test_two_files_of_one_name_and_folders_without_recipes_are_refused(tmp_path)
 def test_an_overlay_needs_a_base():
     [item] = listed([ABLATIONS / "dapo_loss.yaml"])
     assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
-    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: this is an overlay, without name"):
+    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: this is an overlay .it lacks name"):
         resolve(item, None)
     assert [(r.name, r.seed) for r in resolve_seeds(item, TINY, [], [1, 2])] == [
         ("tiny_cpu_dapo_loss_seed1", 1),
