@@ -179,7 +179,7 @@ def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
         ({}, sums(1), [], "one prompt is too few to train on one and to validate on another"),
         ({"max_position_embeddings": 20}, sums(30), [], "20 positions leave 9 tokens for a completion, after"),
         ({"model_type": "gpt2"}, sums(30), [], "model_type 'gpt2' is not supported: the model has"),
-        ({}, [{"text": "a", "label_x": "b"}] * 3, [], "no known layout has its columns, text, label_x"),
+        ({}, [{"text": "a", "label_x": "b"}] * 3, [], "no known layout fits the columns text, label_x"),
         ({}, sums(30), ["engine.vllm={max_num_seq: 8}"], "max_num_seq is not an option of vLLM"),
         ({}, sums(30), ["rollouts.group_sise=8"], "group_sise"),
         ({}, sums(30), ["--policy", "no/where"], "no/where is not a Hugging Face folder"),
