@@ -143,9 +143,7 @@ def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
         with refused(rf"{name}: .*(damaged|not)"):
             load(tokenizer, str(tmp_path / name))
     (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
-    assert (
-        "line 3: the line has 3 values for 2" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
-    )
+    assert "line 3: the line has 3 values for 2" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
 
 
 def test_packed_tests_are_read_and_not_run(prompts_of):
