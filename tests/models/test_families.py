@@ -232,10 +232,10 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported for llama"),
         (Glm4MoeConfig, {"rope_parameters": {**YARN}}, "partial_rotary_factor: 0.5 is not supported .* with yarn"),
         (Glm4MoeConfig, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
-        (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace: it has to be 1"),
+        (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace has to be 1"),
         (Glm4MoeLiteConfig, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types: .* is not supported"),
-        (MiniMaxM2Config, {"use_routing_bias": False}, "use_routing_bias: it has to be True"),
-        (MiniMaxM2Config, {"partial_rotary_factor": 0.75}, "rotary_dim: it has to be 6"),
+        (MiniMaxM2Config, {"use_routing_bias": False}, "use_routing_bias has to be True"),
+        (MiniMaxM2Config, {"partial_rotary_factor": 0.75}, "rotary_dim has to be 6"),
         (OlmoeConfig, {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 is not supported, only 1e-05"),
         (Exaone4Config, {"sliding_window": 8}, "sliding_window: 8 is not supported, only None"),
         (Ernie4_5Config, {"use_bias": True}, "use_bias: True is not supported"),
@@ -256,7 +256,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         (
             Qwen3MoeConfig,
             {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "num_experts_per_tok: 1 is too few with normalized",
+            "num_experts_per_tok: 1 is too few: the normalized",
         ),
         (Llama4TextConfig, {"num_experts_per_tok": 2}, "num_experts_per_tok: 2 is not supported, only 1"),
         (
@@ -287,9 +287,9 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
             for keys, line in (
                 ({"rope_interleave": False}, "rope_interleave: False is not supported"),
                 ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
-                ({"scoring_func": "softmax"}, "scoring_func: .*'sigmoid'"),
-                ({"topk_method": None}, "topk_method: .*'noaux_tc'"),
-                ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too few"),
+                ({"scoring_func": "softmax"}, "scoring_func .*'sigmoid'"),
+                ({"topk_method": None}, "topk_method .*'noaux_tc'"),
+                ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too small"),
                 ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
                 (FP8, r"are quantized \(fp8\)"),
                 ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: set both mscale and mscale_all_dim"),
@@ -344,9 +344,9 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
                 '{"model_type": "llama4", "text_config": {"num_local_experts": %d}}',
             )
         ),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too few"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too small"),
         ('{"model_type": "llama", "rope_scaling": {"type": "yarn"}}', "Missing required keys .*'yarn': {'factor'}"),
-        ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' is LlamaForCausalLM"),
+        ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' means LlamaForCausalLM"),
         ("{", r"config.json: it is not JSON: Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
