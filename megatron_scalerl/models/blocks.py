@@ -115,13 +115,12 @@ def decoder_family(
     transformer: dict[str, Any] | None = None,
     **more: Any,
 ) -> Family:
-    """Build the Family of a decoder with Llama's tensor names. Each layer has attention, and a gated MLP or
-    `experts`.
+    """Build the Family of a decoder with Llama's tensor names. Each layer has attention, and a gated MLP or `experts`.
 
     attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
     values if `qkv_bias`, and of the output if `output_bias`. qkv_bias None: the family has no such biases, and
     `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
-    number after the decoder's layers; an export copies these layers. transformer, more: as in `build_family`. Raises
+    number after the decoder's layers, and an export copies. transformer, more: as in `build_family`. Raises
     ValueError as `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)

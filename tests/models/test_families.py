@@ -289,7 +289,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
                 ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
                 ({"scoring_func": "softmax"}, "scoring_func .*'sigmoid'"),
                 ({"topk_method": None}, "topk_method .*'noaux_tc'"),
-                ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too small"),
+                ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too few"),
                 ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
                 (FP8, r"are quantized \(fp8\)"),
                 ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: set both mscale and mscale_all_dim"),
@@ -347,7 +347,7 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
         ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too small"),
         ('{"model_type": "llama", "rope_scaling": {"type": "yarn"}}', "Missing required keys .*'yarn': {'factor'}"),
         ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' means LlamaForCausalLM"),
-        ("{", r"config.json: it is not JSON: Expecting property name"),
+        ("{", r"config.json: the file is not valid JSON: Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
         path.write_text(text)

@@ -52,13 +52,13 @@ DECIDED = {
     "base, tokens": case(None, tokens=("[THINK]", "[/THINK]"), messages=False, takes=False),
     "the recipe's": case(QWEN3, think_start="", think_end=""),
     "the recipe's closing tag": case(
-        None, ("", "</t>"), "is in no chat", messages=False, takes=False, think_end="</t>"
+        None, ("", "</t>"), "is missing in chat", messages=False, takes=False, think_end="</t>"
     ),
     "the recipe's, as the prompt asks": case(
         CHATML, ("", "</think>"), "as the prompt has it", think_end="</think>", system="Think, then </think>"
     ),
     "the recipe's, taught elsewhere": case(
-        None, ("<t>", "</t>"), "is in no chat", messages=False, takes=False, think_start="<t>", think_end="</t>"
+        None, ("<t>", "</t>"), "is missing in chat", messages=False, takes=False, think_start="<t>", think_end="</t>"
     ),
     "the recipe's opening tag": case(QWEN3, ("", "</think>"), "'</think>'", think_start=""),
 }

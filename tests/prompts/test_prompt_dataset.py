@@ -202,7 +202,7 @@ BROKEN_FILES = {
         '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}',
         r"line 1: the value of 'source' is not JSON data",
     ),
-    "other ending": ("p.txt", "prompt,answer", r"p\.txt: .*its name has to end in \.jsonl, "),
+    "other ending": ("p.txt", "prompt,answer", r"p\.txt: .*file names have to end in \.jsonl, "),
     "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: the Parquet file cannot be read: "),
 }
 

@@ -77,7 +77,7 @@ def test_a_tokenizer_that_only_the_releases_code_reads_is_one_line(folder, relea
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer_json = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"^policy\.path: .* has tiktoken\.model.*tokenizer\.json.*$"):
+    with pytest.raises(ValueError, match=r"^policy\.path: .* has only tiktoken\.model.*tokenizer\.json.*$"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text(tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
