@@ -115,7 +115,7 @@ def decoder_family(
     transformer: dict[str, Any] | None = None,
     **more: Any,
 ) -> Family:
-    """Build the Family of a decoder with Llama's tensor names. Each layer has attention, and a gated MLP or `experts`.
+    """Build the Family of a decoder with Llama's tensor names. Each layer has attention and a gated MLP or `experts`.
 
     attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
     values if `qkv_bias`, and of the output if `output_bias`. qkv_bias None: the family has no such biases, and
