@@ -320,7 +320,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
     point = resume_point(folder)
     assert (point.step, point.batches) == (3, 3)
-    assert "step_000006/controller.json: its content is not what was committed" in point.damaged[0]
+    assert "step_000006/controller.json: the content has changed" in point.damaged[0]
     assert finish(settings).trained == [4, 5, 6]
     assert resume_point(folder).step == 6
     for file in folder.glob("checkpoints/*/controller.json"):
@@ -391,9 +391,9 @@ def replaced(path):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (Path.unlink, "was removed or replaced while the run wrote it; what the run wrote is in"),
-        (replaced, "was removed or replaced while the run wrote it; what the run wrote is in"),
-        (lambda path: os.truncate(path, 1), "was shortened while the run wrote it, to less than "),
+        (Path.unlink, "the file was removed or replaced while the run wrote to it. The written rows are in"),
+        (replaced, "the file was removed or replaced while the run wrote to it. The written rows are in"),
+        (lambda path: os.truncate(path, 1), "the file was shortened while the run wrote to it, to less than "),
     ],
     ids=["removed", "replaced", "shortened"],
 )

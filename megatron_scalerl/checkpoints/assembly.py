@@ -1,6 +1,6 @@
-"""The assembly of a tensor from rectangles of other tensors, and the tensor's rows as bits, band by band.
+"""Assembles a tensor from rectangles of other tensors, and yields the tensor's bits in blocks of rows ("bands").
 
-Assemblies describe both directions of a conversion. A tensor is seen as a matrix, [product of all but the last
+Assemblies describe both directions of a conversion. A tensor is treated as a matrix, [product of all but the last
 dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
 integers, and safetensors' name of the type (F32, BF16, F16) is passed with the array. Only `cast` imports torch.
 """
@@ -17,20 +17,20 @@ from megatron_scalerl.record import record
 BAND_BYTES = 8 << 20
 """Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
-"""safetensors' name of a type -> integers that hold the bits of a value."""
+"""numpy's unsigned integer type that holds the bits of a value, by safetensors' name of the value's type."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""safetensors' names of the types that a policy's weights may have -> torch's names."""
+"""torch's names of the types that a policy's weights may have, by safetensors' names."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-"""torch's names of these types -> safetensors' names."""
+"""safetensors' names of the types in TORCH_NAMES, by torch's names."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
-"""Bits of infinity, shifted left by 1 so that the sign drops out. Values are shifted in the same way to be
-compared."""
+"""Bit pattern of infinity, shifted left by 1 to drop the sign bit. `has_nonfinite` shifts values in the same way
+before comparing."""
 _CHECK_ITEMS = 1 << 18
 """Number of elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 512
 _GAP = 32
-"""Number of elements by which a buffer's row is longer, so that the row's length is no power of two."""
+"""Padding (elements) at the end of each row of the copy buffer, so that the row's length is no power of two."""
 
 Origin = Literal["hugging_face", "megatron", "merged"]
 """Where elements come from: a tensor of a Hugging Face folder, a chunk of Megatron's checkpoint, or a weight with a
@@ -102,7 +102,7 @@ def check_covered(assembly: Assembly) -> None:
     for (column, _, end), (next_column, next_row, _) in zip(spans, spans[1:]):
         covered = covered and (column != next_column or end <= next_row)
     if not covered:
-        raise ValueError(f"{assembly.name}: its parts overlap, or leave out some of its elements")
+        raise ValueError(f"{assembly.name}: cannot assemble this tensor, whose parts overlap or leave elements out")
 
 
 def band_rows(assembly: Assembly) -> int:
@@ -123,7 +123,7 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 
 
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
-    """Rows `start` to `stop` as [rows, columns], contiguous, in the type to write."""
+    """Assemble rows `start` to `stop` as a contiguous array [rows, columns] in the type to write."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
     # In the usual case the tensor is whole rows of one source, and the bytes are written straight from the mapped
@@ -151,7 +151,7 @@ def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
 
 
 def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
-    """True if a contiguous array of `dtype` has a NaN or an Inf, in which all bits of the exponent are set."""
+    """True if a contiguous array of `dtype` contains a NaN or an Inf, the values whose exponent bits are all set."""
     flat = bits.reshape(-1)
     limit = _INFINITY_SHIFTED[dtype]
     # Without the sign, a value is not finite exactly if the bits, as a number, are at least the bits of infinity.

@@ -1,4 +1,4 @@
-"""Writes files and folders that get a name whole or not at all, whenever a process or a machine stops."""
+"""Atomic writes: a file or folder appears under a name complete or not at all, even if a process or machine stops."""
 
 import contextlib
 import fcntl
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODES = {True: 0o600, False: 0o666}
-"""Whether a file is private -> mode of the new file, before the umask. Only the owner may read a private file."""
+"""Mode of a new file, before the umask, by whether the file is private. Only the owner may read a private file."""
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A block in which an OSError without a file name, such as the error of a full disk, gets the name `path`."""
+    """Context manager that adds `path` to an OSError without a file name, such as the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -64,23 +64,23 @@ def lock_file(path: Path) -> int:
 
 
 def check_in_place(path: Path, handle: int, size: int) -> None:
-    """Check that `path` still is the open file `handle`, with `size` written bytes. Raises OSError otherwise.
+    """Raise OSError unless `path` still is the open file `handle`, with at least `size` bytes.
 
-    If another file has the name `path`, the written content is copied to `path`.kept, since no name leads to the
-    content.
+    If the file was removed or replaced, the written content is copied to `path`.kept first, because no other name
+    leads to that content.
     """
     if path.exists() and os.path.samestat(os.stat(path), os.fstat(handle)):
         if os.fstat(handle).st_size < size:
             raise OSError(
-                f"{path}: was shortened while the run wrote it, to less than {size} bytes; restore it from a copy, "
-                "then start the run again"
+                f"{path}: the file was shortened while the run wrote to it, to less than {size} bytes; restore the "
+                "file from a copy, then start the run again"
             )
         return
     copy = path.with_name(f"{path.name}.kept")
     shutil.copy(f"/proc/self/fd/{handle}", copy)  # the copy has the original's mode
     raise OSError(
-        f"{path}: was removed or replaced while the run wrote it; what the run wrote is in {copy}: rename that file "
-        f"to {path.name}, then start the run again"
+        f"{path}: the file was removed or replaced while the run wrote to it. The written rows are in {copy}; rename "
+        f"that file to {path.name}, then start the run again"
     )
 
 

@@ -25,7 +25,7 @@ COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
 """Files up to this many bytes are committed with a SHA-256: metadata, common state, controller state."""
 _COMMIT_LIMIT = 64 << 20
-"""Most bytes of a COMMIT file."""
+"""Largest COMMIT file that is read (bytes)."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -57,7 +57,9 @@ def read_commit(path: Path) -> dict[str, Any]:
     """
     commit = path / COMMIT
     if not commit.is_file():
-        raise ValueError(f"{commit}: this file does not exist; a checkpoint without it is not complete")
+        raise ValueError(
+            f"{commit}: this file does not exist, so the checkpoint was never completed; take another checkpoint"
+        )
     facts = _facts(commit)
     digests = facts["sha256"]
     for name, size in facts["files"].items():
@@ -65,10 +67,10 @@ def read_commit(path: Path) -> dict[str, Any]:
         if not file.is_file():
             raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
-            raise ValueError(f"{file}: it has {file.stat().st_size} bytes, and {size} were committed")
+            raise ValueError(f"{file}: the file has {file.stat().st_size} bytes, but {COMMIT} lists {size}")
         # Large files have no digest, which would delay every start by minutes.
         if name in digests and digests[name] != _digest(file):
-            raise ValueError(f"{file}: its content is not what was committed; the SHA-256 differs")
+            raise ValueError(f"{file}: the content has changed: the SHA-256 differs from {COMMIT}'s")
     return facts
 
 
@@ -81,12 +83,12 @@ class _Facts(msgspec.Struct):
 def _facts(commit: Path) -> dict[str, Any]:
     size = commit.stat().st_size
     if size > _COMMIT_LIMIT:
-        raise ValueError(f"{commit}: {size} bytes are too many for a list of files; at most {_COMMIT_LIMIT} are read")
+        raise ValueError(f"{commit}: the file has {size} bytes; a list of files has at most {_COMMIT_LIMIT}")
     try:
         facts: dict[str, Any] = msgspec.json.decode(commit.read_bytes(), type=dict[str, Any])
         checked = msgspec.convert(facts, _Facts)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{commit}: it does not list the checkpoint's files as JSON: {error}") from None
+        raise ValueError(f"{commit}: the file is not a JSON list of the checkpoint's files: {error}") from None
     for name in [*checked.files, *checked.sha256]:
         if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
             raise ValueError(f"{commit}: {name[:100]!a} is not the path of a file in the checkpoint")
@@ -138,9 +140,9 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
 def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
     """Delete old checkpoints and folders that were never committed. The `keep` newest up to step `newest` stay.
 
-    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start; they
-    do not count, and stay until the same step is written again. Only the run's controller may call this function,
-    while no checkpoint is being written. Returns the deleted folders.
+    newest: step of the checkpoint that was just written. Checkpoints of later steps, which were found damaged at the
+    start, are neither counted nor deleted: each stays until the run writes that step again. Only the run's controller
+    may call this function, while no checkpoint is being written. Returns the deleted folders.
     """
     assert keep >= 1, keep
     checkpoints = committed(folder)

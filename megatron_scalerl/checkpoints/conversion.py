@@ -1,9 +1,9 @@
-"""The steps of a conversion: the options, the folder of the result, and the loop over tensors.
+"""The parts that all conversions share: options, the folder for the result, and the copying of tensors.
 
 The life of a result called NAME:
 
 1. `result_folder` locks `.NAME.partial` in the same folder, and deletes a killed conversion's result there.
-2. `Copier` reads each tensor band by band, checks each band, and writes a file of `new_file`, which is synced.
+2. `Copier` reads each tensor in blocks of rows, checks each block, and writes to a synced `new_file`.
 3. With `Options.verify` the caller reads the files again and compares all tensors.
 4. `publish_folder` syncs the folders and renames the result to NAME. `.NAME.partial` is deleted, after failures too.
 """
@@ -55,7 +55,7 @@ class Summary:
 
 @record
 class Copier:
-    """Reads, checks and writes tensors band by band; a tensor is never in memory as a whole."""
+    """Reads, checks and writes tensors in blocks of rows; a tensor is never in memory as a whole."""
 
     sources: Sources
     options: Options
@@ -96,7 +96,7 @@ class Copier:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A block with a new file to write, which is on the disk after the block.
+    """Context manager that opens a new file for writing and, at the end, syncs the file to the disk.
 
     Raises ValueError for a full disk, for a limit on the size of files, and for a disk that fails.
     """
@@ -113,7 +113,8 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A block with a progress bar of bytes, on a terminal only. The block gets the function that advances the bar."""
+    """Context manager that shows a progress bar of bytes, on a terminal only, and yields the function to advance the
+    bar."""
     console = options.console
     if console is None or not console.is_terminal:
         yield lambda nbytes: None
@@ -127,12 +128,13 @@ def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int
 
 @contextmanager
 def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
-    """A block with a folder for a result of `nbytes`. After the block the folder gets the name `out`.
+    """Context manager that yields a temporary folder for a result of `nbytes`, and renames the folder to `out` at the
+    end.
 
     Raises ValueError if `out` exists, another process converts to `out`, or the disk has too little space.
     """
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: this path exists, and nothing is overwritten; name another")
+        raise ValueError(f"{out}: this path exists already, and is not overwritten; choose another path")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: the folder {out.parent} does not exist; make it first")
     state = out.with_name(f".{out.name}.partial")

@@ -1,9 +1,10 @@
-"""Megatron's `torch_dist` checkpoints: the address of each parameter, and the chunks as arrays, whatever the layout.
+"""Reads Megatron's `torch_dist` checkpoints: where each parameter is stored, and the stored chunks as arrays.
 
 The rules for addresses come from megatron-core's source (transformer_block.py and moe/experts.py,
-`sharded_state_dict`). A test compares addresses with a stock save. Equal layers are stacked along a leading axis,
-unequal layers numbered. Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's
-names. Every linear layer has an object `_extra_state`, empty unless fp8 is used.
+`sharded_state_dict`), and do not depend on the parallel layout of the save. A test compares addresses with a
+checkpoint that Megatron-Core saved. Equal layers are stacked along a leading axis, unequal layers numbered. Experts
+are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear layer has an
+object `_extra_state`, empty unless fp8 is used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
 _TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
-"""Modules that have an extra state only with Transformer Engine's layers. Read in TE's source, not run."""
+"""Modules that have an extra state only in Transformer Engine's layers, according to TE's source; not tested by a
+run."""
 
 
 @record
@@ -39,16 +41,14 @@ class Address:
 
     key: str
     offset: tuple[int, ...]
-    """Position on the leading axes, which count layers, experts, both or neither."""
+    """Index on the leading axes, along which layers, experts, both or neither are stacked."""
     sizes: tuple[int, ...]
     """Lengths of the leading axes."""
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """The addresses that the parameter of `rule` may have in a checkpoint of the family.
-
-    We write to the first address.
-    """
+    """The possible addresses of the parameter of `rule` in a checkpoint of the family. `to_megatron` writes to the
+    first."""
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -56,7 +56,7 @@ def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
 
 
 def extra_states(family: Family) -> Iterator[str]:
-    """Keys of the empty objects that the stock load expects in addition to the tensors."""
+    """Yield the keys of the empty extra states that Megatron-Core's own load expects in addition to the tensors."""
     for rule in family.rules:
         if not rule.exported:
             continue
@@ -118,7 +118,8 @@ class StoredParameter:
 def stored_parameters(
     path: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredParameter]:
-    """Name in the weight map -> parameter in the checkpoint at `path`, for every exported parameter of the family.
+    """Find every exported parameter of the family in the checkpoint at `path`, and return the parameters by
+    Megatron's names.
 
     shapes: the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and for
     parameters that are missing (all are listed) or have another shape.
@@ -138,7 +139,7 @@ def stored_parameters(
             continue
         stored[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
     if missing_keys:
-        raise ValueError(f"{path}: the checkpoint has no {listed(missing_keys)}")
+        raise ValueError(f"{path}: the checkpoint lacks parameters of this policy: {listed(missing_keys)}")
     return stored
 
 
@@ -146,13 +147,15 @@ def _stored(
     path: Path, rule: Rule, address: Address, tensor: StoredTensor, shape: tuple[int, ...]
 ) -> StoredParameter:
     if tensor.dtype not in HF_NAMES:
-        raise ValueError(f"{path}: {address.key}: {tensor.dtype} is not a type of weights; {', '.join(HF_NAMES)} are")
+        raise ValueError(
+            f"{path}: {address.key}: weights of type {tensor.dtype} are not supported, only {', '.join(HF_NAMES)}"
+        )
     expected = (*address.sizes, *shape)
     if tensor.shape != expected:
         # Megatron pads a vocabulary for tensor parallelism, so an embedding or a head may have more rows.
         vocabulary = rule.place != "layer" and rule.sharded
         if not vocabulary or tensor.shape[1:] != expected[1:] or tensor.shape[0] < expected[0]:
-            shapes = f"its shape is {list(tensor.shape)}, and the config says {list(expected)}"
+            shapes = f"the checkpoint has shape {list(tensor.shape)}, but the config says {list(expected)}"
             raise ValueError(f"{path}: {address.key}: {shapes}")
     # The leading axes choose the layer and the expert; the parameter's own axes follow.
     lead = len(address.offset)
@@ -160,7 +163,9 @@ def _stored(
     elements = sum(_elements(c, shape, lead) for c in chunks)
     # Chunks of a save do not overlap, so with the right number of elements no element is missing.
     if elements != prod(shape):
-        raise ValueError(f"{path}: {address.key}: its chunks hold {elements} of {prod(shape)} elements")
+        raise ValueError(
+            f"{path}: {address.key}: the chunks hold {elements} elements; the parameter has {prod(shape)}"
+        )
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
 
 
@@ -197,7 +202,7 @@ class DistReader:
         if (dtype, shape) != (stored.dtype, chunk.shape):
             head = f"{file.path}: {stored.address.key}"
             indexed = f"{stored.dtype} {list(chunk.shape)}"
-            raise ValueError(f"{head}: this chunk is {dtype} {list(shape)}, and .metadata says {indexed}")
+            raise ValueError(f"{head}: the file has a chunk of {dtype} {list(shape)}, but .metadata says {indexed}")
         chunk_bits = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
         return chunk_bits[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
 

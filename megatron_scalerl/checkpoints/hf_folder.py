@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors headers that are checked, and tensors that are read through memory maps.
+"""Opens Hugging Face folders: checks safetensors headers, and reads tensors through memory maps.
 
 The module also has the patterns of Megatron-Core's parameter names: where layer and expert numbers are, and
 Transformer Engine's other names. The patterns come from megatron-core's source. Imports no torch.
@@ -33,7 +33,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I16", "U16", "BF16", "F16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-"""safetensors' name of a type -> bytes of one element."""
+"""Bytes of one element, by safetensors' name of the type."""
 _TORCH_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -53,7 +53,7 @@ class HfTensor:
 
 @record
 class Shard:
-    """A safetensors file."""
+    """A safetensors file of a Hugging Face folder."""
 
     file: str
     metadata: Mapping[str, str] | None
@@ -74,7 +74,7 @@ class HfFolder:
 
 
 def open_folder(path: str | Path) -> HfFolder:
-    """The headers of all safetensors files in a folder.
+    """Read and check the headers of all safetensors files in a folder.
 
     Raises ValueError if there are no files, a file is missing, a file's size differs from the header's, a header
     cannot be read, the index names a tensor that the file lacks, or two files hold the same tensor.
@@ -97,17 +97,19 @@ def open_folder(path: str | Path) -> HfFolder:
     shards = []
     for file in sorted(files):
         if not (path / file).is_file():
-            raise ValueError(f"{path / file}: this file does not exist, and {INDEX} names it")
+            raise ValueError(f"{path / file}: this file is missing, although {INDEX} lists it")
         metadata, in_file = read_header(path / file)
         for tensor in in_file:
             if tensor.name in tensors:
                 earlier_file = tensors[tensor.name].file
-                raise ValueError(f"{path / file}: {tensor.name}: {earlier_file} holds this tensor, too")
+                raise ValueError(
+                    f"{path / file}: the tensor {tensor.name} is also in {earlier_file}; delete one of the files"
+                )
             tensors[tensor.name] = tensor
         shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in in_file)))
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file != file:
-            raise ValueError(f"{index}: it names the tensor {name}, which {file} does not hold")
+            raise ValueError(f"{index}: {file} does not contain the tensor {name}, although the index says so")
     return HfFolder(path=path, tensors=tensors, shards=tuple(shards), index_metadata=index_metadata)
 
 
@@ -118,14 +120,14 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if not isinstance(entries, dict):
             raise TypeError("the weight_map is not a JSON object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: it is not JSON with a weight_map: {error!r}") from None
+        raise ValueError(f"{path}: the index is not a JSON object with a weight_map: {error!r}") from None
     for file in entries.values():
         check_name(path, file)
     return content.get("metadata") or {}, entries
 
 
 def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
-    """(metadata, tensors in the order of bytes) of a safetensors file.
+    """Return (metadata, tensors in the order of bytes) from the header of a safetensors file.
 
     Raises ValueError where safetensors refuses the file, and for a type of unknown size.
     """
@@ -140,7 +142,9 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
                 dtype = entry.get_dtype()
                 shape = tuple(entry.get_shape())
                 if dtype not in ITEM_BYTES:
-                    raise ValueError(f"{path}: {name}: expected one of {', '.join(ITEM_BYTES)}, found {dtype}")
+                    raise ValueError(
+                        f"{path}: {name}: the type {dtype} is not supported, only {', '.join(ITEM_BYTES)}"
+                    )
                 nbytes = prod(shape) * ITEM_BYTES[dtype]
                 tensors.append(
                     HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes)
@@ -148,7 +152,7 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
                 offset += nbytes
             return header.metadata(), tensors
     except SafetensorError as error:
-        raise ValueError(f"{path}: it is not a complete safetensors file: {error}") from None
+        raise ValueError(f"{path}: this is not a complete safetensors file: {error}") from None
 
 
 class HfReader:
@@ -178,18 +182,18 @@ class HfReader:
             raise ValueError(f"{self.folder.path}: the folder has no tensor {name}")
         head = f"{self.folder.path / tensor.file}: {name}"
         if tensor.shape != tuple(shape):
-            raise ValueError(f"{head}: its shape is {list(tensor.shape)} in place of {list(shape)}")
+            raise ValueError(f"{head}: the tensor has shape {list(tensor.shape)}, but the config says {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
-            raise ValueError(f"{head}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
+            raise ValueError(f"{head}: the type {tensor.dtype} is not supported, only {', '.join(_TORCH_FLOATS)}")
         # The mapped file is read-only and torch has no read-only tensors, so the bits are copied.
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
 
 def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder. Raises ValueError.
+    """The Family of a Hugging Face folder. Raises ValueError as `read_hf_config` and `open_folder`.
 
-    The layout is that of the folder's tensors or, without tensors, the usual layout.
+    Where a format has two layouts of tensors, the folder's tensors decide; without tensors the usual layout is taken.
     """
     from megatron_scalerl.models import family, read_hf_config
 
@@ -201,12 +205,12 @@ def family_of_folder(hf_path: str | Path) -> Family:
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-"""The number of an expert that is a module, as in Megatron's plain layers."""
+"""Finds the number of an expert in a parameter name of Megatron's plain layers, where each expert is a module."""
 GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
-"""(projection, expert) of an expert inside Transformer Engine's grouped linear layer."""
+"""Finds (projection, expert) in a parameter name of Transformer Engine's grouped linear layer."""
 FUSED_NORMS = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""Norm of a plain layer -> name of the same norm where Transformer Engine fuses the norm into the next linear
-layer."""
+"""Transformer Engine's name of a norm, which TE fuses into the next linear layer, by the norm's name in plain
+layers."""

@@ -14,7 +14,7 @@ from megatron_scalerl.checkpoints.conversion import Copier, new_file
 from megatron_scalerl.checkpoints.hf_folder import INDEX, Shard
 
 CONVERSION_FILE = "conversion.json"
-"""Name of our record of a conversion (`views.ConversionRecord`), in both kinds of result."""
+"""File with the record of a conversion (`views.ConversionRecord`), in Megatron and Hugging Face results alike."""
 _WEIGHT_FILES = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|distcp)$|\.index\.json$|^\.")
 _SIDE_FOLDERS = ("additional_chat_templates",)
 

@@ -16,7 +16,7 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import MODES, check_in_place, naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
-"""Number of bytes that are read at a time, from the end of a file backwards, until the last line is complete."""
+"""Bytes that are read at a time when the start of the last line is searched from the end of the file backwards."""
 
 
 class JsonlWriter:
@@ -119,7 +119,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"{path}: it is not a file")
+        raise ValueError(f"{path}: this path is not a regular file")
     rows: list[dict[str, Any]] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -128,9 +128,11 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return rows
-                raise ValueError(f"{path} line {number}: it is not a JSON object: {error}") from None
+                raise ValueError(f"{path} line {number}: the line is not a JSON object: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number}: it is not a JSON object but of type {type(row).__name__}")
+                raise ValueError(
+                    f"{path} line {number}: the line has to be a JSON object, not a {type(row).__name__}"
+                )
             rows.append(row)
     return rows
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-_LINK = "it is a link, which is not followed; cp -RL makes a folder without links"
+_LINK = "this path is a symbolic link, which is not followed; cp -RL makes a copy without links"
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
@@ -32,16 +32,18 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path}: it is not a regular file")
+        raise ValueError(f"{path}: this path is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def check_name(folder: Path, name: object) -> None:
     """Raises ValueError unless `name` is the name of a file directly in the folder."""
     if type(name) is not str:
-        raise ValueError(f"{folder}: a value of type {type(name).__name__} stands in place of a file's name")
+        raise ValueError(f"{folder}: expected the name of a file, found a value of type {type(name).__name__}")
     if not is_file_name(name):
-        raise ValueError(f"{folder}: {name[:200]!a} is not the name of a file in the folder")
+        raise ValueError(
+            f"{folder}: {name[:200]!a} is not a plain file name (without folders, at most 255 characters)"
+        )
 
 
 def is_file_name(name: str) -> bool:
@@ -66,7 +68,7 @@ class MappedFile:
     """A memory-mapped file. The pages belong to the page cache and do not count as memory of the process."""
 
     def __init__(self, path: Path, opened: BinaryIO | None = None):
-        """opened: `path` as another function has opened it; the constructor then closes this file."""
+        """opened: an open file of `path`, which the constructor closes; None: the constructor opens `path`."""
         self.path = path
         with opened or path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size

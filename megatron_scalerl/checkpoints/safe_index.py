@@ -1,11 +1,11 @@
-"""The index of a checkpoint, from `.metadata`: all tensors and objects, and the byte ranges of the contents.
+"""Reads the index of a checkpoint, `.metadata`: all tensors and objects, and the byte ranges of the contents.
 
 torch pickles internal classes in `.metadata`, in a protocol that torch's weights-only load does not read. So the
 steps of `read_index` are:
 
 1. metadata.json has to name the format `torch_dist`.
-2. `_Unpickler` opens `.metadata` and imports nothing: an allowed name of a class is a `Record`, which keeps the
-   pickled attributes and does nothing, and any other name is refused.
+2. `_Unpickler` opens `.metadata` and imports nothing: `Record`, which only keeps the pickled attributes, replaces
+   each class on an allowlist, and any other name is refused.
 3. msgspec converts the records to the declared types, and `_index` joins the results to `Chunk` and `StoredTensor`.
 
 A hostile pickle runs no code, but can waste memory and time, up to the end of the process. Imports no torch.
@@ -31,16 +31,17 @@ COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the state that Megatron saves once for all ranks. Up to Megatron-Core 0.16 the state is a file, since then
 an object of the index."""
 _FORMAT_LIMIT = 1 << 16
-"""Most bytes of metadata.json that are read."""
+"""Largest part of metadata.json that is read (bytes)."""
 _DTYPE = r"\A(b?float16|float32|float64|float8_e4m3fn|float8_e5m2|u?int(8|16|32|64)|bool)\Z"
 """torch's names of the types that tensors of a checkpoint may have."""
 Size = Annotated[int, Meta(ge=0, lt=1 << 43)]
-"""A size or an offset: no file system that is in use has a larger file."""
+"""A size or an offset, below 2**43: no file system that is in use has a larger file."""
 Shape = tuple[Size, ...]
 
 
 class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "start": "offset"}):
-    """`length` bytes of a file in the folder, from byte `start` on. torch's record has other names for the fields."""
+    """`length` bytes of a file in the folder, from byte `start` on. `rename` has the fields' names in torch's
+    class."""
 
     file: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_]{1,80}\.distcp\Z")]
     start: Size
@@ -88,13 +89,13 @@ def read_index(path: Path) -> CheckpointIndex:
     is not consistent.
     """
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
-        raise ValueError(f"{path}: this is not Megatron's checkpoint: it needs {FORMAT_FILE} and {METADATA}")
+        raise ValueError(f"{path}: this is not a Megatron checkpoint: the folder lacks {FORMAT_FILE} or {METADATA}")
     with open_plain(path, FORMAT_FILE) as file:
         text = file.read(_FORMAT_LIMIT)
     try:
         msgspec.json.decode(text, type=_Format)
     except (ValueError, RecursionError) as error:
-        reason = f"it is not JSON with the sharded_backend torch_dist: {printable(str(error))}"
+        reason = f"only checkpoints with sharded_backend torch_dist can be read: {printable(str(error))}"
         raise ValueError(f"{path / FORMAT_FILE}: {reason}") from None
     with open_plain(path, METADATA) as file:
         try:
@@ -102,15 +103,14 @@ def read_index(path: Path) -> CheckpointIndex:
         except Exception as error:
             # Damage makes the unpickler raise errors of many types.
             reason = printable(str(error) or repr(error))
-            raise ValueError(f"{path / METADATA}: it is not the metadata of a checkpoint: {reason}") from None
+            raise ValueError(f"{path / METADATA}: this file is not valid checkpoint metadata: {reason}") from None
 
 
 class Record:
-    """The pickled attributes of an object in `.metadata`. Arguments, such as those of enumerations and paths, are
-    ignored.
+    """Stands for an object in `.metadata`: keeps the pickled attributes, and ignores the constructor's arguments.
 
-    The unpickler also calls this class in place of a function. Python's unpickler sets attributes of a class without
-    `__setstate__`, as torch's classes are, and cannot set attributes of this class.
+    The class also stands for the functions that a pickle calls. `__setstate__` is defined because Python's unpickler
+    would otherwise let a pickle set attributes of the class itself.
     """
 
     def __init__(self, *_: Any):
@@ -131,14 +131,14 @@ _MODULES = frozenset(
         *("pathlib", "pathlib._local"),
     ]
 )
-"""Modules of the classes in a `.metadata`: classes of the index, and classes of the plans of the save."""
+"""Modules whose classes a `.metadata` may name: classes of the index, and classes of the plans of the save."""
 _NAMES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Record,
     ("collections", "OrderedDict"): dict,
     ("builtins", "getattr"): Record,  # Python 3.11.2 pickles a member of an enumeration as a call of getattr
 }
-"""All other names that a `.metadata` may use, in addition to torch's types."""
+"""Further names that a `.metadata` may use, besides the classes of _MODULES and torch's types."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -148,12 +148,12 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and re.match(_DTYPE, name):
             return name
         if (module, name) not in _NAMES:
-            raise ValueError(f"the name {module}.{name} is not allowed")
+            raise ValueError(f"the pickled name {module}.{name} is not allowed")
         return _NAMES[module, name]
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """torch's MetadataIndex, which names an object, or the chunk of a tensor at an offset."""
+    """torch's MetadataIndex: the key of an object, or the key and offset of a tensor's chunk."""
 
     fqn: str
     offset: Shape | None = None
@@ -197,20 +197,20 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
             fits = len(part.offsets) == len(part.sizes) == len(entry.size)
             if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, entry.size)):
                 raise ValueError(
-                    f"a part of shape {part.sizes} at {part.offsets} is outside {key} of shape {entry.size}"
+                    f"a chunk of shape {part.sizes} at offset {part.offsets} exceeds {key} of shape {entry.size}"
                 )
             place = _take(ranges, key, part.offsets)
             chunks.append(Chunk(offset=part.offsets, shape=part.sizes, place=place))
         elements = sum(prod(chunk.shape) for chunk in chunks)
         if elements != prod(entry.size):
-            raise ValueError(f"the parts of {key} have {elements} of its {prod(entry.size)} elements")
+            raise ValueError(f"the chunks of {key} have {elements} elements, but the tensor has {prod(entry.size)}")
         tensors[key] = StoredTensor(dtype=entry.properties.dtype, shape=entry.size, chunks=tuple(chunks))
     return CheckpointIndex(path=path, tensors=tensors, objects=objects)
 
 
 def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> ByteRange:
-    """Take a byte range out of `ranges`, so that the range has one user."""
+    """Remove a byte range from `ranges` and return the range, so that no range is used twice. Raises ValueError."""
     place = ranges.pop(_Item(key, offset), None)
     if place is None:
-        raise ValueError(f"{key} at {offset} has no byte range")
+        raise ValueError(f"no byte range is listed for {key} (offset of the chunk: {offset})")
     return place

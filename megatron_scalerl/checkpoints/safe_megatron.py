@@ -1,4 +1,4 @@
-"""Megatron's own load of a checkpoint, planning and resharding included, by a reader that runs no code from files.
+"""Loads a checkpoint by Megatron's own planning and resharding, but with a reader that runs no code from files.
 
 `load` takes the steps of `dist_checkpointing.load` of megatron-core 0.19.2:
 
@@ -52,13 +52,14 @@ from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, r
 from megatron_scalerl.distributed.device import device
 
 _ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""Names that a run's own checkpoints may use: numpy's random number generator keeps the state in an array.
+"""Names that the pickles of a run's own checkpoints may use: numpy's random number generator keeps the state in an
+array.
 
-No other party's checkpoint may use these names: numpy takes the flags of a type, such as "holds objects", unchanged
-from a pickle.
+Checkpoints of other parties may not use these names: numpy takes the flags of a type, such as "holds objects",
+unchanged from a pickle.
 """
 _TEXT = 4096
-"""Most bytes of a rank's failure that all ranks get."""
+"""Largest error message of a rank that all ranks get (bytes)."""
 
 
 def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
@@ -110,19 +111,20 @@ def _check_tensors(index: CheckpointIndex, keys: set[str], *, all_tensors: bool)
     missing_keys = keys - set(index.tensors)
     surplus_keys = set(index.tensors) - keys
     if missing_keys:
-        problem = f"it has no {printable(min(missing_keys))}"
+        problem = f"the checkpoint lacks {printable(min(missing_keys))}"
     elif all_tensors and surplus_keys:
-        problem = f"this trainer has no {printable(min(surplus_keys))}"
+        problem = f"the trainer lacks {printable(min(surplus_keys))}"
     else:
         return
     raise ValueError(
-        f"{index.path}: the checkpoint is of another policy or optimizer "
+        f"{index.path}: the checkpoint was saved with another policy or optimizer "
         f"(megatron.ddp.use_distributed_optimizer): {problem}"
     )
 
 
 def _first_of_all_ranks(text: str) -> str:
-    """The first rank's text that is not empty, at most _TEXT bytes; "" if all texts are empty. Collective."""
+    """Return the first text that is not empty, by rank, cut to _TEXT bytes; "" if all are empty. Every rank must
+    call."""
     padded = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # a gather needs equal lengths
     text_bytes = torch.frombuffer(padded, dtype=torch.uint8).to(device())
     received = [torch.empty_like(text_bytes) for _ in range(dist.get_world_size())]
@@ -134,7 +136,7 @@ def _first_of_all_ranks(text: str) -> str:
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
     failure = failed.failures[min(failed.failures)][0]
     if isinstance(failure, KeyError | CheckpointingException):
-        return ValueError(f"{index.path}: the checkpoint is not one of this policy: {printable(str(failure))}")
+        return ValueError(f"{index.path}: the checkpoint does not fit this policy: {printable(str(failure))}")
     if isinstance(failure, ValueError | OSError):
         return failure
     return failed
@@ -153,13 +155,13 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
     else:
         states = read_object(index.path, place, COMMON_OBJECT)
     if type(states) is not list or [type(state) for state in states] != [dict]:
-        raise ValueError(f"{index.path}: its common state is not one mapping")
+        raise ValueError(f"{index.path}: the checkpoint is damaged: Megatron's common state is not a single dict")
     return dict(states[0])
 
 
 @contextlib.contextmanager
 def _read_with(reader: FileSystemReader) -> Iterator[None]:
-    """A block in which Megatron's strategy (strategies/torch.py, `load`) uses `reader` in place of a
+    """Context manager in which Megatron's strategy (strategies/torch.py, `load`) uses `reader` in place of a
     FileSystemReader."""
     original_reader = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
@@ -170,7 +172,7 @@ def _read_with(reader: FileSystemReader) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reads the items of a load plan from the files of a checkpoint. The checkpoint's objects may use `names`."""
+    """Reads the items of a load plan from the files of a checkpoint. names: names that pickled objects may use."""
 
     def __init__(self, index: CheckpointIndex, names: Sequence[Any]):
         super().__init__(index.path)
@@ -208,7 +210,7 @@ class _Reader(FileSystemReader):
         key = item.storage_index.fqn
         tensor = read_tensor(self._folder, chunk.place, f"the tensor {key}")
         if tuple(tensor.shape) != chunk.shape:
-            shapes = f"its shape is {list(tensor.shape)}, and .metadata says {list(chunk.shape)}"
+            shapes = f"the stored shape is {list(tensor.shape)}, but .metadata says {list(chunk.shape)}"
             raise ValueError(f"{self._folder / chunk.place.file}: {key}: {shapes}")
         for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             tensor = tensor.narrow(axis, start, length)

@@ -25,7 +25,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def read_value(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Any:
-    """Read the value in an archive, which may use `names` in addition to torch's own list.
+    """Read the value in an archive. The pickle inside may use `names` in addition to torch's own list of names.
 
     content: noun phrase for messages. Raises ValueError, naming the file, for any other name and for a damaged
     archive.
@@ -43,8 +43,8 @@ def read_object(folder: Path, place: ByteRange, key: str, names: Sequence[Any] =
     items = read_value(folder, place, key, names)
     if _EXTRA_STATE in key and (type(items) is not list or not all(map(_is_empty, items))):
         raise ValueError(
-            f"{folder / place.file}: {key} is not a list of empty states; extra states, as of fp8 training, are "
-            "pickles, which are not read"
+            f"{folder / place.file}: the extra state {key} is not empty; extra states, such as those of fp8 "
+            "training, are pickles, which are never loaded"
         )
     return items
 
@@ -73,10 +73,12 @@ def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], i
             tensor = _tensor(window)
         nbytes = tensor.untyped_storage().nbytes()
         if not tensor.is_contiguous() or nbytes != tensor.nbytes:
-            raise ValueError(f"it is not contiguous: it has strides {tensor.stride()} in {nbytes} bytes")
+            raise ValueError(
+                f"the tensor is not contiguous: strides {tensor.stride()} in a storage of {nbytes} bytes"
+            )
         begin = _first_byte(window, nbytes)
         if begin + nbytes > place.length:
-            raise ValueError(f"its content ends behind byte {place.length}")
+            raise ValueError(f"the values end behind the archive's last byte, {place.length}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return HF_NAMES.get(dtype, dtype), tuple(tensor.shape), place.start + begin
 
@@ -84,7 +86,7 @@ def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], i
 def _tensor(window: Any) -> torch.Tensor:
     tensor = torch.load(window, map_location="cpu", weights_only=True)
     if not _is_dense(tensor):
-        raise ValueError(f"they hold a {type(tensor).__name__}, not a dense tensor of the CPU")
+        raise ValueError(f"found a {type(tensor).__name__}; only a dense CPU tensor without attributes is allowed")
     return tensor
 
 
@@ -103,7 +105,7 @@ def _first_byte(window: Any, nbytes: int) -> int:
             order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or order != b"little":
-            raise ValueError("the archive does not hold its content as one uncompressed, little-endian entry")
+            raise ValueError("the archive's values have to be one uncompressed, little-endian entry")
         # Opening the entry reads the entry's own header, which ends where the content starts.
         with archive.open(entry):
             return int(window.tell())
@@ -111,10 +113,11 @@ def _first_byte(window: Any, nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Iterator[Any]:
-    """A block with an archive as a file, in which torch may load `names` in addition to torch's own list.
+    """Context manager that opens an archive as a file, in which torch may load `names` besides torch's own list of
+    names.
 
-    Names that other programs add, as Megatron-Core does, do not count here. An error in the block becomes a
-    ValueError of one line.
+    Names that other programs added to torch's list, as Megatron-Core does, are not allowed here. An error in the
+    block becomes a ValueError of one line.
     """
     original_names = torch.serialization.get_safe_globals()
     with open_plain(folder, place.file) as file:
@@ -125,10 +128,10 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
             size = os.fstat(file.fileno()).st_size
             end = place.start + place.length
             if size < end:
-                raise ValueError(f"the file has {size} bytes, and .metadata names {end}")
+                raise ValueError(f"the file has {size} bytes, but .metadata places a value up to byte {end}")
             # Without the mark, torch would try the format of before 2020.
             if window.read(len(_MARK)) != _MARK:
-                raise ValueError("they are no archive of torch.save")
+                raise ValueError("no archive of torch.save starts there")
             window.seek(0)
             yield window
         except Exception as error:
@@ -136,8 +139,8 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
             reason = str(error) or repr(error)
             name = re.search(r"GLOBAL (\S+)", reason)
             if name:
-                reason = f"the name {name[1]} is not allowed"
-            head = f"{folder / place.file}: the bytes from {place.start} on are not {content}"
+                reason = f"the pickled name {name[1]} is not allowed"
+            head = f"{folder / place.file}: cannot read {content} from byte {place.start} on"
             raise ValueError(f"{head}: {printable(reason)}") from None
         finally:
             torch.serialization.clear_safe_globals()

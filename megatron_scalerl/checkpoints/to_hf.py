@@ -49,15 +49,15 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
 
 
 def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, str]) -> None:
-    """Compare checksums with the record.
+    """Raise ValueError if a tensor's checksum differs from conversion.json's.
 
-    Raises ValueError if a tensor in the recorded type differs from the record.
+    Tensors that are converted to another type than the recorded type are not compared.
     """
     for name in names:
         entry = view.layout.tensors.get(name)
         if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
             continue
-        raise ValueError(f"{name}: its checksum is {checksums[name]}, and {entry.checksum} was recorded")
+        raise ValueError(f"{name}: the checksum is {checksums[name]}, but {entry.checksum} was recorded")
 
 
 def _write_the_rest(work: Path, view: View) -> None:

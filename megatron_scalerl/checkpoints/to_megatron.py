@@ -59,7 +59,7 @@ _FORMAT = dict(
 
 @record
 class Unit:
-    """Hugging Face tensors, and the parameters that are assembled from these tensors alone."""
+    """A group of Hugging Face tensors, and the Megatron parameters that are assembled from these tensors alone."""
 
     tensors: tuple[Assembly, ...]
     parameters: tuple[tuple[Assembly, Address], ...]
@@ -73,7 +73,7 @@ class Unit:
 
 
 def to_megatron(hf_path: Path, out: Path, options: Options | None = None) -> Summary:
-    """Convert a Hugging Face folder, in memory for a few bands of a tensor, however large the model is.
+    """Convert a Hugging Face folder to a checkpoint, with only a few blocks of rows of a tensor in memory at a time.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
     that are not finite, and a comparison that fails.
@@ -113,7 +113,7 @@ def _units(
         if rule.exported:
             rules.setdefault(tuple(rule.hf_shapes), []).append(rule)
     owned = [name for group in rules for name in group]
-    assert len(owned) == len(set(owned)), "a Hugging Face tensor in two groups of rules"
+    assert len(owned) == len(set(owned)), "two groups of rules share a Hugging Face tensor"
     for group, members in rules.items():
         yield Unit(
             tensors=tuple(tensors[name] for name in group),
@@ -164,7 +164,9 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
     for copy, original in unit.copies:
         checksums[copy.name] = copier.checksum(copy)
         if checksums[copy.name] != checksums[original]:
-            raise ValueError(f"{copy.name}: it differs from {original}, and the config ties both")
+            raise ValueError(
+                f"{copy.name}: the tensor differs from {original}, but config.json sets tie_word_embeddings"
+            )
     return checksums
 
 

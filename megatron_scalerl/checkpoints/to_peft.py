@@ -102,7 +102,7 @@ def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family
 
 
 def _base(policy: Adapted, family: Family) -> View:
-    """The weights beside which the adapters were trained, converted to policy.dtype."""
+    """The view of the frozen weights to which the adapters belong, converted to policy.dtype."""
     path = Path(policy.path)
     dtype = HF_NAMES[policy.dtype]
     folder = open_folder(path)
@@ -120,7 +120,8 @@ def _base(policy: Adapted, family: Family) -> View:
 
 
 def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
-    """Yield (piece of a weight, Megatron's name of the adapter without _A and _B, the piece's rows of B)."""
+    """Yield (a piece of an adapted weight, Megatron's name of the adapter without _A and _B, the piece's rows of
+    B)."""
     for rule in family.rules:
         linear, projections = projections_of(rule)
         if not projections:

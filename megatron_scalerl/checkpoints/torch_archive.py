@@ -1,4 +1,4 @@
-"""Writes a tensor in `torch.save`'s format, band by band: a zip archive with uncompressed bits.
+"""Writes a tensor in `torch.save`'s format, in blocks of rows: a zip archive with uncompressed bits.
 
 The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of the bits,
 where any zip tool finds the sum.
@@ -24,7 +24,7 @@ _LOCAL_HEADER = 30
 _PADDING = b"FB"
 """Tag with which torch marks the extra field that pads to the alignment."""
 _LIMIT = (1 << 32) - (1 << 20)
-"""Most bytes of an archive without the 64-bit extension."""
+"""Largest archive without zip's 64-bit extension (bytes)."""
 
 
 class _Appended:
@@ -49,7 +49,7 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
     `file` must be a real file, positioned at the end.
     """
     size = prod(shape) * BITS[dtype].itemsize
-    assert size < _LIMIT, f"{size} bytes in one part of a checkpoint"
+    assert size < _LIMIT, f"a chunk has {size} bytes; an archive holds less than {_LIMIT}"
     start = file.tell()
     with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _pickled(dtype, shape))

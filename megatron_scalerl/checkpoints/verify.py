@@ -12,7 +12,8 @@ from megatron_scalerl.processes.logs import listed
 
 
 def verify(first: Path, second: Path, options: Options | None = None) -> Summary:
-    """Compare two folders; with `options.dtype`, in that type.
+    """Compare the tensors of two checkpoints, Megatron's or Hugging Face's, after conversion to `options.dtype` if
+    set.
 
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.
     """
@@ -27,7 +28,7 @@ def compare(first: View, second: View, options: Options) -> int:
     for view, peer in ((first, second), (second, first)):
         missing_names = [name for name in view.tensors if name not in peer.tensors]
         if missing_names:
-            raise ValueError(f"{peer.path}: it lacks tensors of {view.path}: {listed(missing_names)}")
+            raise ValueError(f"{peer.path}: the checkpoint lacks tensors of {view.path}: {listed(missing_names)}")
     outside = {*first.layout.passthrough, *second.layout.passthrough, *first.frozen, *second.frozen}
     pairs = [_pair(first, second, name, None if name in outside else options.dtype) for name in first.tensors]
     total = sum(first_tensor.nbytes for first_tensor, _ in pairs)
@@ -50,7 +51,7 @@ def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Asse
         second_tensor = replace(second_tensor, dtype=dtype)
     if (first_tensor.dtype, first_tensor.shape) != (second_tensor.dtype, second_tensor.shape):
         in_first, in_second = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first_tensor, second_tensor))
-        raise ValueError(f"{second.path}: {name} is {in_second}, and {in_first} in {first.path}")
+        raise ValueError(f"{second.path}: the tensor {name} is {in_second}, but {in_first} in {first.path}")
     return first_tensor, second_tensor
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint of either kind, seen as Hugging Face tensors in files. This view is exported and compared.
+"""Views a Megatron checkpoint or a Hugging Face folder as Hugging Face tensors. Exports and comparisons use views.
 
 `conversion.json` in both kinds of result records every tensor with a checksum, and the layout of the Hugging Face
 folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, so both sides have the same
-checksums. The way back compares checksums.
+checksums. An export compares checksums with the record.
 """
 
 import json
@@ -34,7 +34,7 @@ PASSTHROUGH_FILE = "carried.safetensors"
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What conversion.json records of one tensor."""
+    """The record of one tensor in conversion.json."""
 
     dtype: str
     """safetensors' name of the type."""
@@ -61,7 +61,7 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
 def write_record(
     folder: Path, layout: ConversionRecord, tensors: Mapping[str, Assembly], checksums: Mapping[str, str]
 ) -> None:
-    """Write conversion.json with the layout of `layout`, these tensors and these checksums."""
+    """Write conversion.json: the file layout of `layout`, and type, shape and checksum of each tensor."""
     records = {n: TensorRecord(dtype=t.dtype, shape=t.shape, checksum=checksums[n]) for n, t in tensors.items()}
     content = msgspec.to_builtins(msgspec.structs.replace(layout, tensors=records))
     write_durably(folder / CONVERSION_FILE, (json.dumps(content, indent=1) + "\n").encode())
@@ -72,12 +72,12 @@ def read_record(folder: Path) -> ConversionRecord:
     file = folder / CONVERSION_FILE
     if not file.is_file():
         raise ValueError(
-            f"{folder}: it has no {CONVERSION_FILE}; name the Hugging Face folder that it came from (--like)"
+            f"{folder}: {CONVERSION_FILE} is missing; name the policy's original Hugging Face folder with --like"
         )
     try:
         record = msgspec.json.decode(file.read_bytes(), type=ConversionRecord)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: it is not the record of a conversion: {error}") from None
+        raise ValueError(f"{file}: the file is not a valid record of a conversion: {error}") from None
     for shard in record.shards:
         check_name(file, shard.file)
         if not shard.file.endswith(".safetensors"):
@@ -102,14 +102,15 @@ def _layout(folder: HfFolder, copies: Mapping[str, str], passthrough: tuple[str,
 
 
 def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> Sources:
-    """The tensors of a Hugging Face folder and the chunks of a Megatron checkpoint, mapped from files."""
+    """A function that reads a tensor of a Hugging Face folder, or a chunk of a Megatron checkpoint, from a mapped
+    file."""
     readers: dict[Origin, Any] = {"hugging_face": folder and HfReader(folder), "megatron": checkpoint}
     return lambda origin, name: readers[origin].bits(name)
 
 
 @record
 class View:
-    """All tensors of a checkpoint in Hugging Face's coordinates, and the layout of the Hugging Face folder."""
+    """A checkpoint as Hugging Face tensors, with the layout of the Hugging Face folder."""
 
     path: Path
     sources: Sources
@@ -169,13 +170,13 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
     tensors = tensor_assemblies(family, stored, dtype, str(path))
     for copy, original in layout.copies.items():
         if original not in tensors:
-            raise ValueError(f"{path}: {copy} is a copy of {original!r}, which the checkpoint does not hold")
+            raise ValueError(f"{path}: {copy} was recorded as a copy of {original!r}, which the checkpoint lacks")
         tensors[copy] = replace(tensors[original], name=copy)
     if outer is not None:
         tensors |= {name: folder_assembly(outer, name) for name in layout.passthrough}
     unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors]
     if unknown:
-        raise ValueError(f"{path}: the checkpoint does not hold {unknown[0]!r}, which its Hugging Face files had")
+        raise ValueError(f"{path}: the checkpoint lacks {unknown[0]!r}, which the original Hugging Face folder has")
     return View(
         path=path,
         sources=sources(outer, DistReader(path, stored)),
@@ -200,11 +201,13 @@ def _passthrough_folder(side: Path, layout: ConversionRecord) -> HfFolder | None
         return None
     file = side / PASSTHROUGH_FILE
     if not file.is_file():
-        raise ValueError(f"{file}: this file with the tensors outside the policy is missing")
+        raise ValueError(
+            f"{file}: this file is missing; tensors outside the policy, such as a vision tower, are stored in it"
+        )
     metadata, tensors = read_header(file)
     shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensor.name for tensor in tensors))
     lacking = [name for name in layout.passthrough if name not in shard.tensors]
     if lacking:
-        raise ValueError(f"{file}: it has no tensor {lacking[0]}")
+        raise ValueError(f"{file}: the file lacks the tensor {lacking[0]}")
     by_name = {tensor.name: tensor for tensor in tensors}
     return HfFolder(path=side, tensors=by_name, shards=(shard,), index_metadata=None)

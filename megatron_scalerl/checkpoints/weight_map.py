@@ -1,5 +1,4 @@
-"""A family's rules as assemblies, in both directions: parameters from Hugging Face tensors, and tensors from
-parameters.
+"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and the reverse.
 
 Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of 1 describe the whole
 parameter. Checkpoints hold whole parameters, whatever the layout of a load is.
@@ -19,7 +18,7 @@ from megatron_scalerl.processes.logs import listed
 
 
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The folder's tensors outside the weight map. The tensors of the weight map are checked.
+    """Check a folder's tensors against the weight map, and return the tensors outside the map.
 
     Returns (copies, passthrough). copies: name of a copy -> original tensor, as in some folders with tied embeddings.
     passthrough: tensors outside the policy, which are copied unchanged. Raises ValueError for tensors that are
@@ -28,7 +27,7 @@ def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tup
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing_names = [name for name in policy if name not in folder.tensors]
     if missing_names:
-        raise ValueError(f"{folder.path}: the folder has no tensor {listed(missing_names)}")
+        raise ValueError(f"{folder.path}: the folder lacks tensors of the policy: {listed(missing_names)}")
     outside_names = [name for name in folder.tensors if name not in policy]
     passthrough = tuple(name for name in outside_names if family.passthrough and name.startswith(family.passthrough))
     copies = {}
@@ -38,15 +37,17 @@ def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tup
             copies[name] = tied
     unexpected_names = [name for name in outside_names if name not in passthrough and name not in copies]
     if unexpected_names:
-        raise ValueError(f"{folder.path}: a {family.name} does not have the tensors {listed(unexpected_names)}")
+        raise ValueError(
+            f"{folder.path}: a {family.name} policy does not have the tensors {listed(unexpected_names)}"
+        )
     shapes = policy | {copy: policy[original] for copy, original in copies.items()}
     for name, shape in shapes.items():
         tensor = folder.tensors[name]
         head = f"{folder.path / tensor.file}: {name}"
         if tensor.shape != shape:
-            raise ValueError(f"{head}: its shape is {list(tensor.shape)}, and config.json says {list(shape)}")
+            raise ValueError(f"{head}: the tensor has shape {list(tensor.shape)}, but config.json says {list(shape)}")
         if tensor.dtype not in TORCH_NAMES:
-            raise ValueError(f"{head}: expected one of {', '.join(TORCH_NAMES)}, found {tensor.dtype}")
+            raise ValueError(f"{head}: the type {tensor.dtype} is not supported, only {', '.join(TORCH_NAMES)}")
     return copies, passthrough
 
 
@@ -142,9 +143,10 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
 
 
 def only_dtype(dtypes: set[str], head: str) -> str:
-    """The one type of all parts of a tensor. head: start of the error message. Raises ValueError for a mixture."""
+    """The common type of all parts of a tensor. head: start of the error message. Raises ValueError for different
+    types."""
     if len(dtypes) > 1:
-        raise ValueError(f"{head}: its parts have different types: {', '.join(sorted(dtypes))}")
+        raise ValueError(f"{head}: the parts of this tensor have different types: {', '.join(sorted(dtypes))}")
     return next(iter(dtypes))
 
 
@@ -180,7 +182,7 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     # All axes but the last form the matrix's rows. The rows are contiguous if at most the innermost of these axes has
     # more than one selected element.
     for rows, size in zip(outer, shape):
-        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle"
+        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: this slice of the tensor is not a rectangle"
         row = row * size + rows.start
         height *= len(rows)
     return Part(

@@ -54,10 +54,10 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "seed_oss": seed_oss.family,
     "smollm3": smollm3.family,
 }
-"""`model_type` of config.json -> function that builds the `Family`."""
+"""Function that builds the `Family` of a config, by `model_type` of config.json."""
 
 MOST_PARTS = 10_000
-"""Largest number of layers, heads or experts that a config may state. A family has an object for each."""
+"""Largest number of layers, heads or experts that a config may state, since a Family has an object for each."""
 AT_LEAST_1 = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -68,11 +68,11 @@ __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
 
 def family(hf_config: Any, names: Collection[str] = ()) -> Family:
-    """The Family of a Hugging Face config.
+    """Build the Family (Megatron options and weight map) of a Hugging Face config.
 
-    `names` are the names of the checkpoint's tensors, which tell the two layouts of a format apart.
+    names: names of the checkpoint's tensors, which tell whether the experts of a Qwen3 model are fused.
 
-    Raises ValueError for an unknown model_type, and for a config that its family refuses.
+    Raises ValueError for an unknown model_type, and for a config that the model's family refuses.
     """
     kind = hf_config.model_type
     if kind not in FAMILIES:
@@ -104,9 +104,9 @@ def read_hf_config(hf_path: str | Path) -> Any:
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: it is not JSON: {str(error).partition(';')[0]}") from error
+        raise ValueError(f"{path}: the file is not valid JSON: {str(error).partition(';')[0]}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: a config is a JSON object, and this file has a {type(config).__name__}")
+        raise ValueError(f"{path}: the file has to hold a JSON object, not a {type(config).__name__}")
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(_unsupported(str(path), config))
@@ -120,8 +120,8 @@ def read_hf_config(hf_path: str | Path) -> Any:
     for architecture in architectures:
         if not str(architecture).endswith(heads):
             raise ValueError(
-                f"{path}: {architecture} is no policy: its head is not a language model's (a reward model, a "
-                "classifier) or is missing; take a ...ForCausalLM"
+                f"{path}: {architecture} has no language-model head (but that of a reward model or classifier, "
+                "for example) and cannot be a policy; take a model of type ...ForCausalLM"
             )
     _check_numbers(path, config)
     try:
@@ -136,13 +136,13 @@ def read_hf_config(hf_path: str | Path) -> Any:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         line = " ".join(map(str, error.args))
-        raise ValueError(f"{path}: transformers cannot read it: {line}; correct the file") from error
+        raise ValueError(f"{path}: transformers cannot read this config: {line}; correct the file") from error
     policy = type(read).__name__.removesuffix("Config").removesuffix("Text")
     for architecture in architectures:
         if architecture not in {policy + head for head in heads}:
             raise ValueError(
-                f"{path}: architectures has {architecture}, by which engines choose a model, and model_type {kind!r} "
-                f"is {policy}{heads[-1]}; correct the wrong one"
+                f"{path}: architectures says {architecture} (engines read this key), but model_type {kind!r} means "
+                f"{policy}{heads[-1]}; correct the wrong key"
             )
     return read
 
@@ -156,9 +156,9 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(value, int | float):
             continue
         if key.endswith(("layers", "heads", "experts")) and value > MOST_PARTS:
-            raise ValueError(f"{path}: {key}: {value:,} is more than any model has; at most {MOST_PARTS:,} are read")
+            raise ValueError(f"{path}: {key}: {value:,} is too large; at most {MOST_PARTS:,} are accepted")
         if key in AT_LEAST_1 and value < 1:
-            raise ValueError(f"{path}: {key}: {value} is too few; every model has at least 1")
+            raise ValueError(f"{path}: {key}: {value} is too small; the value has to be at least 1")
 
 
 def _unsupported(where: str, config: Mapping[str, Any]) -> str:
@@ -168,6 +168,6 @@ def _unsupported(where: str, config: Mapping[str, Any]) -> str:
     supported_keys = {key for name in FAMILIES if name in CONFIG_MAPPING for key in CONFIG_MAPPING[name]().to_dict()}
     parts = parts_of(config, supported_keys)
     return (
-        f"{where}: model_type {kind!r} is not supported: it has {parts}; supported are {', '.join(FAMILIES)}; "
-        "adding a family: docs/families.md"
+        f"{where}: model_type {kind!r} is not supported: the model has {parts}; supported are {', '.join(FAMILIES)}; "
+        "docs/families.md says how to add a family"
     )

@@ -1,10 +1,9 @@
-"""The weight map of adapters: the factors A and B of each linear layer, by Megatron's and by PEFT's names.
+"""The weight map of LoRA adapters: the factors A and B of each linear layer, by Megatron's and by PEFT's names.
 
-A linear layer of Megatron consists of one to three projections of Hugging Face's format. Each projection has factors
-of its own, as in a PEFT folder. Of each pair of factors one is sharded like the adapted weight. If tensor-parallel
-ranks split the layer by outputs, B is sharded along the outputs. If they split the layer by inputs, A is sharded
-along the inputs. The other factor is whole on every rank. A rank's rows of a B are consecutive, also where queries,
-keys and values are interleaved in the weight.
+A linear layer of Megatron consists of one to three projections of Hugging Face's format. Each projection has its own
+A and B, as in a PEFT folder. If tensor-parallel ranks split the layer by outputs, B is sharded along the outputs, and
+every rank has the whole A. If the ranks split the layer by inputs, A is sharded along the inputs, and every rank has
+the whole B. A rank's rows of a B are consecutive, also where queries, keys and values are interleaved in the weight.
 """
 
 import json
@@ -23,9 +22,9 @@ PROJECTIONS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's linear layer -> the projections whose outputs make up its output, in order."""
+"""Hugging Face's projections whose outputs a linear layer of Megatron concatenates, in order, by the layer's name."""
 CONFIG = "adapter_config.json"
-"""The file that marks a folder as PEFT's."""
+"""The file by which a PEFT folder is recognized."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -34,43 +33,43 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: this is no configuration of a PEFT folder: {error}") from None
+        raise ValueError(f"{file}: the file is not a valid PEFT configuration: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file}: this is no configuration of a PEFT folder: it is not a JSON object")
+        raise ValueError(f"{file}: the file is not a valid PEFT configuration: a JSON object is expected")
     return config
 
 
 def refuse_adapter(folder: str | Path) -> None:
-    """Raises ValueError if the folder of a policy is a PEFT folder. The message says what to do instead."""
+    """Raises ValueError if the folder of a policy is a PEFT folder. The message says how to use the adapter."""
     if not Path(folder, CONFIG).is_file():
         return
     config = read_config(folder)
-    base = str(config.get("base_model_name_or_path") or "the folder of its base")[:200]
+    base = str(config.get("base_model_name_or_path") or "the base model's folder")[:200]
     raise ValueError(
-        f"{folder}: this folder is an adapter (it has {CONFIG}), not a whole policy; merge it into {base} with PEFT, "
-        f"or to train on from it set policy.path={base}, policy.adapter={folder} and "
+        f"{folder}: the folder holds an adapter ({CONFIG}), not a whole policy; merge the adapter into {base} with "
+        f"PEFT, or, to continue its training, set policy.path={base}, policy.adapter={folder} and "
         f"'policy.lora={{rank: {config.get('r')}, alpha: {config.get('lora_alpha')}}}'"
     )
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name is that of an adapter's parameter. A family's own weight map has no such name."""
+    """Whether a parameter's name is that of an adapter. A family's own weight map has no such name."""
     return ".lora." in name
 
 
 def adapter_family(family: Family, *, rank: int, targets: Collection[str]) -> Family:
-    """The family whose rules are those of its adapters instead of its weights.
+    """The family with the weight map of the adapters in place of the weight map of the weights.
 
-    `targets` are the adapted projections.
+    rank: rows of each A. targets: names of the adapted projections, such as q_proj.
     """
     factors = [factor for rule in family.rules for factor in _factors(rule, rank, targets)]
     return replace(family, rules=tuple(factors))
 
 
 def projections_of(rule: Rule) -> tuple[str, tuple[str, ...]]:
-    """Megatron's name of the rule's layer, and the projections of the layer's weight.
+    """Return (Megatron's name of the rule's layer, Hugging Face's projections that make up the layer's weight).
 
-    The rule's pieces belong to the projections in turn; a weight of interleaved queries, keys and values has a piece
+    The rule's pieces alternate between the projections: a weight of interleaved queries, keys and values has a piece
     of each for every group. Parameters without adapters have no projections.
     """
     layer, _, kind = rule.megatron.rpartition(".")

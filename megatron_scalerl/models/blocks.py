@@ -25,8 +25,10 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "qkv_bias": (None, False),
 }
-"""Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
-nothing (vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py)."""
+"""Keys that vLLM 0.32 reads in families whose transformers class ignores them, with the values that change nothing.
+
+Source: vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py.
+"""
 
 
 def head_size(config: Any) -> int:
@@ -35,7 +37,7 @@ def head_size(config: Any) -> int:
 
 
 def key_value_heads(config: Any) -> int:
-    """Number of key and value heads; by default that of query heads."""
+    """Number of key and value heads; equal to the number of query heads if the config has no such number."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -49,15 +51,15 @@ def build_family(
     partial_rotary: bool = False,
     **more: Any,
 ) -> Family:
-    """The Family of a config with Llama's and Qwen's keys; biases are those of the rules.
+    """Build the Family of a config with Llama's and Qwen's keys. The projections with biases follow from `rules`.
 
     transformer: fields of TransformerConfig that are added or replaced. name: by default the config's model_type.
     partial_rotary: the family may rotate a part of each head. more: further fields of Family. Raises ValueError for
-    quantized weights, and for a key with which an engine computes another model.
+    quantized weights, and for a key by which an engine would compute a different model than the trainer.
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
-        advice = "take the bf16 release that they were made from"
+        advice = "take the bf16 release from which they were quantized"
         if method == "fp8":
             advice = "take the policy's bf16 release, or convert it (docs/families.md)"
         raise ValueError(f"config.json: the weights are quantized ({method}); {advice}")
@@ -67,8 +69,8 @@ def build_family(
     rope = rotary(config, head_dim, partial=partial_rotary)
     if rope.factor != 1.0 and not all(style.rope for style in layers):
         raise ValueError(
-            "config.json: rope_type: 'yarn' is not supported with layers without rotary embeddings, whose scores "
-            "YaRN does not scale; only default, linear or llama3"
+            "config.json: rope_type: 'yarn' is not supported for a policy in which some layers have no rotary "
+            "embeddings, only default, linear or llama3"
         )
     biases = {rule.megatron.rpartition(".self_attention.")[2] for rule in rules if rule.megatron.endswith(".bias")}
     return Family(
@@ -113,13 +115,13 @@ def decoder_family(
     transformer: dict[str, Any] | None = None,
     **more: Any,
 ) -> Family:
-    """The Family of a decoder with Llama's names: an attention and an MLP, gated or of `experts`, in each layer.
+    """Build the Family of a decoder with Llama's tensor names. Each layer has attention and a gated MLP or `experts`.
 
     attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
-    values where `qkv_bias`, and of the output where `output_bias`. qkv_bias None: the family has no such biases, and
+    values if `qkv_bias`, and of the output if `output_bias`. qkv_bias None: the family has no such biases, and
     `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
-    number after the others, and an export copies. transformer, more: as in `build_family`. Raises ValueError as
-    `build_family` and `require_full_attention` do.
+    number after the decoder's layers, and an export copies. transformer, more: as in `build_family`. Raises
+    ValueError as `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)
     if qkv_bias is None:
@@ -144,7 +146,7 @@ def decoder_family(
     predicting = range(len(layers), len(layers) + prediction_layers)
     untrained = 0
     for layer in predicting:
-        # besides a whole layer three norms, a projection of two hidden states to one, another embedding and head
+        # a decoder layer, and also three norms, a projection of two hidden states to one, an embedding and a head
         untrained += 3 * hidden + 2 * hidden * hidden + 2 * config.vocab_size * hidden
         trained = [rule for rule in layer_rules(layer, layers[-1]) if not rule.frozen]
         untrained += sum(prod(shape) for rule in trained for shape in rule.hf_shapes.values())
@@ -231,12 +233,13 @@ def norm_rules(config: Any, layer: int, prefix: str, style: LayerStyle) -> list[
 def require_full_attention(config: Any) -> None:
     """Raises ValueError for sliding windows, and for activations other than SiLU.
 
-    Newer configs say it for each layer in `layer_types`, older ones for all in `use_sliding_window`.
+    Newer configs state sliding windows for each layer in `layer_types`, older ones for all layers in
+    `use_sliding_window`.
     """
     require(config, "hidden_act", "silu")
     require(config, "use_sliding_window", False)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
-            f"config.json: layer_types has {', '.join(sorted(kinds))}; full_attention alone is supported here"
+            f"config.json: layer_types: found {', '.join(sorted(kinds))}; only full_attention is supported"
         )

@@ -16,7 +16,10 @@ from megatron_scalerl.models.rules import Location
 
 
 def family(config: Any) -> Family:
-    """The Family of a DeepseekV3Config. Raises ValueError as `latent_family` does, and for other routers."""
+    """Build the Family (Megatron options and weight map) of a DeepseekV3Config.
+
+    Raises ValueError as `latent_family` does, and for other routers.
+    """
     # Without these keys vLLM would use another router.
     require_present(config, "scoring_func", "sigmoid")
     require_present(config, "topk_method", "noaux_tc")
@@ -33,7 +36,7 @@ def latent_family(config: Any) -> Family:
     require(config, "rope_interleave", True)
     # `head_dim` is the size of the part of a head that RoPE rotates.
     require(config, "head_dim", config.qk_rope_head_dim)
-    # vLLM's class always has a head of its own.
+    # vLLM's class never ties the head to the embedding.
     require(config, "tie_word_embeddings", False)
     # With `index_topk` vLLM computes DeepSeek-V3.2.
     require(config, "index_topk", None)
@@ -68,14 +71,16 @@ def _latent_attention(config: Any) -> dict[str, Any]:
         factor = rope.get("factor") or 0.0
     # vLLM takes every type other than `default` for YaRN.
     if kind not in ("default", "yarn") or not factor:
-        raise ValueError(f"config.json: rope_scaling: {kind!r} has to be 'default', or 'yarn' with a factor")
+        raise ValueError(
+            f"config.json: rope_scaling: {kind!r} is not supported, only 'default', or 'yarn' with a factor"
+        )
     if bool(top) != bool(bottom) or 0 in (top, bottom) or rope.get("attention_factor") is not None:
         raise ValueError(
-            "config.json: rope_scaling: mscale and mscale_all_dim have to be both there and not 0, or both missing, "
-            "and attention_factor missing; engines would scale attention in another way"
+            "config.json: rope_scaling: set both mscale and mscale_all_dim (not 0) or neither, without "
+            "attention_factor; otherwise engines would scale attention in another way than the trainer"
         )
     if not rope.get("truncate", True):
-        raise ValueError("config.json: rope_scaling: truncate has to be true, as in engines")
+        raise ValueError("config.json: rope_scaling: truncate has to be true, because engines always truncate")
     return dict(
         multi_latent_attention=True,
         q_lora_rank=config.q_lora_rank,
@@ -92,7 +97,9 @@ def _latent_attention(config: Any) -> dict[str, Any]:
 def _attention_rules(config: Any, layer: int, style: LayerStyle) -> list[Rule]:
     """Rules of a layer's norms and of multi-head latent attention.
 
-    Queries have a projection down, a norm and a projection up, and so have keys together with values."""
+    Queries pass a down-projection, a norm and an up-projection. Keys and values together pass a second
+    down-projection, norm and up-projection. Without `q_lora_rank` queries have a single projection.
+    """
     at = Location(layer=layer)
     hidden = config.hidden_size
     heads = config.num_attention_heads

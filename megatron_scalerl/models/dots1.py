@@ -8,7 +8,10 @@ from megatron_scalerl.models.family import Family
 
 
 def family(config: Any) -> Family:
-    """The Family of a Dots1Config. Raises ValueError as `decoder_family` and `sigmoid_experts` do."""
+    """Build the Family (Megatron options and weight map) of a Dots1Config.
+
+    Raises ValueError as `decoder_family` and `sigmoid_experts` do.
+    """
     bias = config.attention_bias
     return decoder_family(
         config,

@@ -9,7 +9,10 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 
 
 def family(config: Any) -> Family:
-    """The Family of an Exaone4Config. Raises ValueError as `decoder_family` does, and for a sliding window."""
+    """Build the Family (Megatron options and weight map) of an Exaone4Config.
+
+    Raises ValueError as `decoder_family` does, and for a sliding window.
+    """
     # With another value transformers applies no RoPE in layers of full attention.
     require(config, "sliding_window", None)
     layers = (LayerStyle(qk_norm="weighted", post_norm=True),) * config.num_hidden_layers

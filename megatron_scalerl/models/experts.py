@@ -20,7 +20,7 @@ class Experts:
     ffn: int
     """Width of an expert."""
     width_key: str = "moe_intermediate_size"
-    """Key of config.json that states `ffn`."""
+    """Key of config.json that holds the width `ffn`, for error messages."""
     router: dict[str, Any]
     """Fields of TransformerConfig for the router, from `softmax_router` or `sigmoid_router`."""
     module: str = "mlp."
@@ -94,7 +94,7 @@ def sigmoid_router(config: Any) -> dict[str, Any]:
     if topk // chosen != 2:
         raise ValueError(
             f"config.json: num_experts_per_tok: {topk} experts from {chosen} groups (topk_group) are not supported, "
-            "only two a group; Megatron-Core would score groups in another way"
+            "only two experts per group; Megatron-Core would score groups in another way than engines"
         )
     return router | dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
 
@@ -104,7 +104,7 @@ def sigmoid_experts(config: Any) -> Experts:
     require(config, "norm_topk_prob", True)
     for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "n_shared_experts"):
         if not getattr(config, key):
-            raise ValueError(f"config.json: {key}: it has to be at least 1")
+            raise ValueError(f"config.json: {key} has to be at least 1")
     return Experts(
         count=config.n_routed_experts,
         ffn=config.moe_intermediate_size,
@@ -127,8 +127,8 @@ def _top_k(config: Any, *, normalized: bool) -> int:
     # A single normalized probability is always 1, so the router would get no gradient.
     if normalized and config.num_experts_per_tok < 2:
         raise ValueError(
-            f"config.json: num_experts_per_tok: {config.num_experts_per_tok} is too few with normalized "
-            "probabilities; take at least 2"
+            f"config.json: num_experts_per_tok: {config.num_experts_per_tok} is too few: the normalized "
+            "probability of one expert is always 1, so that the router cannot learn; take at least 2"
         )
     return config.num_experts_per_tok
 

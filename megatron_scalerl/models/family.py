@@ -21,8 +21,9 @@ Index = int | slice
 QkNorm = Literal["none", "weightless", "weighted", "all_heads"]
 """RMS norm of queries and keys before RoPE.
 
-"weightless": of each head, without weights (Llama 4). "weighted": of each head, with weights (Qwen3). "all_heads": of
-all heads together, with a weight for each of their elements (OLMo 2)."""
+"weightless": of each head, without weights (Llama 4). "weighted": of each head, with weights (Qwen3). "all_heads":
+over all heads together, with a weight for each element of all heads (OLMo 2).
+"""
 
 
 @record
@@ -54,9 +55,9 @@ class Rule:
     megatron: str
     """Name of Megatron's parameter, for example decoder.layers.3.self_attention.linear_qkv.weight."""
     hf_shapes: Mapping[str, tuple[int, ...]]
-    """Name of a Hugging Face tensor -> its full shape."""
+    """Full shape of each Hugging Face tensor, by name."""
     pieces: Callable[[int, int], tuple[Piece, ...]]
-    """(rank, size) of the parameter's tensor-parallel group -> pieces of that rank's shard."""
+    """Function from (rank, size) of the parameter's tensor-parallel group to the pieces of that rank's shard."""
     place: Literal["first", "layer", "last"]
     """Pipeline stage that has the parameter: the stage of the embedding, of `layer`, or of the head."""
     layer: int = 0
@@ -143,7 +144,7 @@ def require_present(config: Any, key: str, value: Any) -> None:
     """Raises ValueError unless the Hugging Face config has the `key` with this value, because engines read the
     key."""
     if getattr(config, key, None) != value:
-        raise ValueError(f"config.json: {key}: it has to be {value!r}")
+        raise ValueError(f"config.json: {key} has to be {value!r}, because engines read this key")
 
 
 def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
@@ -152,8 +153,8 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
     experts = options.get("num_moe_experts") or 0
     if ep_size > 1 and not experts:
         raise ValueError(
-            f"megatron.parallel.expert_model_parallel_size: {ep_size} ranks cannot divide a policy without experts; "
-            "leave it at 1"
+            f"megatron.parallel.expert_model_parallel_size is {ep_size}, but the policy has no experts; "
+            "leave the size at 1"
         )
     # Every size divides 0, so a policy without experts passes.
     sharded = [

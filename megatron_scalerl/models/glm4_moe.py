@@ -11,9 +11,12 @@ from megatron_scalerl.models.family import Family, QkNorm, require, require_pres
 
 
 def family(config: Any) -> Family:
-    """The Family of a Glm4MoeConfig. Raises ValueError as `decoder_family` and `sigmoid_experts` do."""
+    """Build the Family (Megatron options and weight map) of a Glm4MoeConfig.
+
+    Raises ValueError as `decoder_family` and `sigmoid_experts` do.
+    """
     require_present(config, "head_dim", head_size(config))
-    # vLLM's class always has a head of its own.
+    # vLLM's class never ties the head to the embedding.
     require(config, "tie_word_embeddings", False)
     qk_norm: QkNorm = "none"
     if config.use_qk_norm:

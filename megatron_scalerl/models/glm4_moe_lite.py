@@ -7,7 +7,7 @@ from megatron_scalerl.models.family import Family, require, require_present
 
 
 def family(config: Any) -> Family:
-    """The Family of a Glm4MoeLiteConfig.
+    """Build the Family (Megatron options and weight map) of a Glm4MoeLiteConfig.
 
     Raises ValueError as `latent_family` does, and for layers that engines order in another way than transformers.
     """

@@ -29,7 +29,8 @@ VISION = ("vision_model.", "multi_modal_projector.")
 
 
 def family(config: Any) -> Family:
-    """The Family of a Llama4TextConfig, or of the text part of a Llama4Config.
+    """Build the Family (Megatron options and weight map) of a Llama4TextConfig, or of the text part of a
+    Llama4Config.
 
     Raises ValueError for biases, activations other than SiLU, more than one expert per token, and YaRN.
     """
@@ -99,7 +100,8 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
 
 
 def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_scale: float) -> torch.Tensor:
-    """The factors [N] on the queries of layers without RoPE, for positions [N].
+    """The factors [N] by which queries at positions [N] are multiplied in layers without RoPE (attention
+    temperature).
 
     The factor is 1 below `floor_scale` tokens. Source: arXiv 2501.19399.
     """

@@ -9,7 +9,7 @@ from megatron_scalerl.models.mixtral import NAMES
 
 
 def family(config: Any) -> Family:
-    """The Family of a MiniMaxM2Config.
+    """Build the Family (Megatron options and weight map) of a MiniMaxM2Config.
 
     Raises ValueError as `decoder_family` and `sigmoid_router` do. Raises ValueError for a config without the keys
     from which engines take the router and the rotated part of a head.
@@ -21,7 +21,7 @@ def family(config: Any) -> Family:
     require_present(config, "rotary_dim", int(head_size(config) * share))
     require(config, "routed_scaling_factor", 1.0)
     require(config, "n_group", 1)
-    # vLLM's class always has a head of its own.
+    # vLLM's class never ties the head to the embedding.
     require(config, "tie_word_embeddings", False)
     experts = Experts(
         count=config.num_local_experts,

@@ -13,7 +13,10 @@ NAMES: dict[str, Any] = dict(
 
 
 def family(config: Any) -> Family:
-    """The Family of a MixtralConfig. Raises ValueError as `decoder_family` and `softmax_router` do."""
+    """Build the Family (Megatron options and weight map) of a MixtralConfig.
+
+    Raises ValueError as `decoder_family` and `softmax_router` do.
+    """
     experts = Experts(
         count=config.num_local_experts,
         ffn=config.intermediate_size,

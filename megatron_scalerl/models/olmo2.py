@@ -9,6 +9,9 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of an Olmo2Config. Raises ValueError as `decoder_family` does."""
+    """Build the Family (Megatron options and weight map) of an Olmo2Config.
+
+    Raises ValueError as `decoder_family` does.
+    """
     layers = (LayerStyle(qk_norm="all_heads", post_norm=True),) * config.num_hidden_layers
     return decoder_family(config, layers=layers)

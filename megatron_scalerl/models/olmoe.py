@@ -8,7 +8,7 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 
 
 def family(config: Any) -> Family:
-    """The Family of an OlmoeConfig.
+    """Build the Family (Megatron options and weight map) of an OlmoeConfig.
 
     Raises ValueError as `decoder_family` does, and for values that differ from those fixed in vLLM's class.
     """

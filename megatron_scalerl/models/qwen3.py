@@ -7,7 +7,10 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a Qwen3Config. Raises ValueError as `decoder_family` does."""
+    """Build the Family (Megatron options and weight map) of a Qwen3Config.
+
+    Raises ValueError as `decoder_family` does.
+    """
     bias = config.attention_bias
     layers = (LayerStyle(qk_norm="weighted"),) * config.num_hidden_layers
     return decoder_family(config, layers=layers, qkv_bias=bias, output_bias=bias)

@@ -12,10 +12,10 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any, *, fused: bool = False) -> Family:
-    """The Family of a Qwen3MoeConfig.
+    """Build the Family of a Qwen3MoeConfig.
 
-    `fused`: whether the checkpoint has the layout of transformers 5, with a layer's experts fused. Raises ValueError
-    as `decoder_family` and `softmax_router` do.
+    fused: whether the checkpoint has the layout of transformers 5, in which the experts of a layer are fused. Raises
+    ValueError as `decoder_family` and `softmax_router` do.
     """
     experts = Experts(
         count=config.num_experts,

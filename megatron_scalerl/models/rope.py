@@ -24,26 +24,27 @@ class Rotary:
     """YaRN's factor on the rotated queries and on the rotated keys. Hugging Face applies it to cosine and sine."""
 
     def softmax_scale(self, head_dim: int) -> float | None:
-        """Scale of the scores that includes the factors of queries and keys; None for the default 1 / sqrt(d)."""
+        """The softmax scale of attention with `factor` applied to queries and keys; None for the default 1 /
+        sqrt(d)."""
         if self.factor == 1.0:
             return None
         return self.factor**2 / math.sqrt(head_dim)
 
 
 def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
-    """The Rotary of a config, from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4).
+    """Read the rotary embedding from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers
+    4).
 
-    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). With `partial` RoPE
-    may rotate only a part of each head, and the frequencies are those of that part. Raises ValueError for other
-    types, and for a scaling without one of its keys. Raises ValueError for a rotated part without `partial` or with
-    YaRN.
+    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). partial: whether RoPE
+    may rotate only a part of each head; the frequencies are then those of the rotated part. Raises ValueError for
+    other types, for a scaling without one of its keys, and for a partly rotated head without `partial` or with YaRN.
     """
     import torch
 
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     for key in ("rope_dim", "use_fope"):
         if parameters.get(key):
-            raise ValueError(f"config.json: {key}: engines rotate by this key, and transformers does not; remove it")
+            raise ValueError(f"config.json: {key}: engines apply this key, but the trainer does not; remove the key")
     # transformers 4 has theta outside rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
@@ -76,7 +77,7 @@ def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
 def _need(parameters: Mapping[str, Any], key: str) -> float:
     value = parameters.get(key)
     if value is None:
-        raise ValueError(f"config.json: the rope scaling lacks {key}; it has {', '.join(sorted(parameters))}")
+        raise ValueError(f"config.json: rope_scaling lacks {key}; the keys are {', '.join(sorted(parameters))}")
     return float(value)
 
 
@@ -131,7 +132,8 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
 
 
 def _dimension_of(rotations: float, theta: float, head_dim: int, original: float) -> float:
-    """The dimension, as a fraction, whose frequency makes `rotations` rotations over the original context."""
+    """The dimension (a fraction) whose frequency makes `rotations` full rotations over the original context
+    length."""
     return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 

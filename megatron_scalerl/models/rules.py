@@ -8,7 +8,7 @@ from megatron_scalerl.record import record
 
 T = TypeVar("T")
 Pieces = Callable[[int, int], tuple[Piece, ...]]
-"""Function (rank, size) of the tensor-parallel group -> pieces of that rank's shard, as in `Rule`."""
+"""Function from (rank, size) of the tensor-parallel group to the pieces of that rank's shard, as in `Rule`."""
 
 
 @record
@@ -52,9 +52,9 @@ def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *,
 
 
 def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
-    """The rule of a projection that is sharded along its input.
+    """The rule of a projection that is sharded along its input, such as attention's output projection.
 
-    Such are the attention's output projection and an MLP's second projection.
+    An MLP's second projection is sharded in the same way.
     """
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:

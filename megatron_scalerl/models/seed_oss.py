@@ -9,7 +9,10 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a SeedOssConfig. Raises ValueError as `decoder_family` does."""
+    """Build the Family (Megatron options and weight map) of a SeedOssConfig.
+
+    Raises ValueError as `decoder_family` does.
+    """
     return decoder_family(
         config,
         layers=(LayerStyle(),) * config.num_hidden_layers,

@@ -7,11 +7,14 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a SmolLM3Config. Raises ValueError as `decoder_family` does."""
+    """Build the Family (Megatron options and weight map) of a SmolLM3Config.
+
+    Raises ValueError as `decoder_family` does.
+    """
     # Despite its name, the list has 1 for a layer with rotary embeddings.
     rotated = config.no_rope_layers[: config.num_hidden_layers]
     if len(rotated) < config.num_hidden_layers:
-        raise ValueError(f"config.json: no_rope_layers: it says so of {len(rotated)} layers; list every layer")
+        raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries; give one for every layer")
     bias = config.attention_bias
     return decoder_family(
         config,

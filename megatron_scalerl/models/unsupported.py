@@ -1,4 +1,4 @@
-"""The parts that make a model unsupported, found by the keys and the model_type of its config.json.
+"""Names the parts that make a model unsupported, by the keys and the model_type of the model's config.json.
 
 `PARTS` recognizes layers, routers and towers by the keys that publishers use for them. For a config without such
 keys, the message lists the keys that no supported family has.
@@ -10,7 +10,7 @@ from typing import Any
 
 PARTS = {
     "an encoder": r"is_encoder_decoder|encoder_(layers|config|hidden_size)|num_encoder_layers|cross_attention.*",
-    "a tower of images or sound": r"(vision|visual|audio|image|video|speech|thinker|talker|sam|codec|dac|vq)_.*|"
+    "a vision or audio tower": r"(vision|visual|audio|image|video|speech|thinker|talker|sam|codec|dac|vq)_.*|"
     r".*(perceiver|patch|image|_mel_|pixel|num_channels|num_codebooks|qformer|backbone_config|_vl(_|$)|_ocr|omni).*",
     "multi-head latent attention": r"kv_lora_rank",
     "linear attention": r"linear_.*|lightning.*|attn_linear.*|.*rwkv.*|delta_.*|kda_.*|minimax",
@@ -18,41 +18,42 @@ PARTS = {
     r"recurrent.*|lru_.*|conv_kernel.*|xlstm.*|[sm]lstm.*",
     "convolution layers": r"conv|conv_L_cache",
     "differential attention": r"diffllama",
-    "a temperature of attention": r"ministral3|attn_temperature.*",
+    "an attention temperature": r"ministral3|attn_temperature.*",
     "sparse attention": r"index_(topk|n_heads|head_dim)|.*(block_sparse|sparse_attention|moba|nsa_).*",
     "sliding windows": r"(use_)?sliding.*|.*attention_window|window_size|local_attention|attention_types|chunked.*",
     "attention sinks": r"gpt_oss|.*_sinks?(_.*)?",
     "experts": r"(num|n|moe_num|num_local|n_routed|num_routed)_experts|moe_.*|ffn_config",
-    "a router of its own": r"scoring_func|score_function|topk_method|(n|num_expert|topk)_group|moe_router.*|"
+    "an unusual router": r"scoring_func|score_function|topk_method|(n|num_expert|topk)_group|moe_router.*|"
     r"router_(?!aux|jitter|z_loss|weighting).*|routed_scaling_factor|.*expert_bias",
     "a shared expert": r"(n_|num_)?shared_expert.*",
     "multi-token prediction": r"num_nextn_predict_layers|mtp_.*|num_mtp.*",
-    "embeddings for each layer": r".*_per_layer_input|laurel.*|altup.*",
-    "soft caps of logits": r".*soft_?cap.*",
+    "per-layer embeddings": r".*_per_layer_input|laurel.*|altup.*",
+    "logit soft-capping": r".*soft_?cap.*",
     "multipliers of embeddings, residuals or logits": r".*_multipliers?|logits?_scal.*|scale_(emb|depth)|mup_.*|"
     r"embedding_scale|scale_embedding|.*residual_scale.*|(vault)?gemma.*",
     "norms after attention and MLP": r"(use_)?(sandwich|post)_?norm.*|gemma[2-9].*|glm4",
     "other norms": r"layer_norm.*|(rms_|layer)?norm_(eps(ilon)?|type)(?<!rms_norm_eps)|(use_)?qk_(layer)?norm.*|"
     r"olmo|hunyuan_v1_dense",
     "partial rotary embeddings": r"partial_rotary_factor|rotary_(pct|dim|percent)|rope_(percent|ratio)",
-    "rotary pairs of neighbors": r"helium",
+    "interleaved rotary embeddings": r"helium",
     "layers without rotary embeddings": r"no_rope.*|nope.*",
-    "positions other than rotary embeddings": r"alibi.*|n_positions|relative_attention.*|position_embedding_type|"
+    "position embeddings other than RoPE": r"alibi.*|n_positions|relative_attention.*|position_embedding_type|"
     r"type_vocab_size|learned_pos.*|max_source_positions|axial.*",
     "fused projections": r"phi3|glm4|fused_qkv.*|multi_query|new_decoder_architecture",
     "another activation": r"(gelu|relu|quick|tanh|sigmoid|xielu).*",
     "layers that share weights": r"num_hidden_groups|.*shared_layers|num_loops|total_ut_steps",
     "biases": r"(use_)?bias|.*_bias",
 }
-"""Name of a part -> pattern of the words that only models with this part have.
+"""For each part, a pattern of the words that only models with this part have.
 
-A word is a key, a kind of layer, an activation or a model_type."""
+A word is a key of the config, a kind of layer, an activation or a model_type.
+"""
 _QUIET = re.compile(
     r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
     r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
     r"layer_types|num_labels|.*_config|rope_(theta|scaling|parameters))$"
 )
-"""Pattern of keys that say nothing about the layers."""
+"""Pattern of keys that are unrelated to the kinds of layers, and so are never named."""
 _MOST = 5
 """Largest number of parts, or of keys, that a message names."""
 
@@ -77,7 +78,7 @@ def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
     ]
     if unusual:
         return f"the keys {', '.join(unusual[:_MOST])}"
-    return "modules that nobody has compared with a supported family's"
+    return "modules that have not been compared with a supported family's"
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:

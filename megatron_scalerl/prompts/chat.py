@@ -1,7 +1,7 @@
-"""The form of a policy's prompts: whether prompts take the chat template, and the tags around thinking.
+"""Decides the form of a policy's prompts: whether prompts take the chat template, and which tags enclose thinking.
 
-`chat_of` decides for a tokenizer and rows of a kind, `chat_of_recipe` for a recipe. `Chat.settled` fills in the
-recipe's open settings, so that no later code meets a setting that is auto.
+`chat_of` decides for a tokenizer and a kind of rows (text or messages), `chat_of_recipe` for a recipe. `Chat.settled`
+replaces every `auto` of the recipe, so that later code meets no setting that is auto.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ THINK_TAGS = (
 NO_TAGS = ("", "")
 QUESTION = {"role": "user", "content": "1+1"}
 ANSWER = {"role": "assistant", "content": "two"}
-"""Messages that a template renders as a sample."""
+"""A question and an answer with which templates are tried out."""
 
 
 @record
@@ -42,7 +42,7 @@ class Chat:
     """The form of a policy's prompts. Produced by `chat_of`."""
 
     chat_template: bool
-    """Prompts take the tokenizer's chat template."""
+    """Whether prompts take the tokenizer's chat template."""
     think_start: str
     """Tag that opens thinking; empty: no tag."""
     think_end: str
@@ -50,10 +50,11 @@ class Chat:
     why: str
     """The decision in one sentence, for the user."""
     doubts: Mapping[str, Any]
-    """Settings that tokenizer and rows do not decide -> the value that was not taken."""
+    """Settings that tokenizer and rows leave in doubt, each with the value that was not chosen."""
 
     def settled(self, recipe: Recipe) -> Recipe:
-        """The recipe with open settings filled in. Raises ValueError where an interruption has no tag to close."""
+        """A copy of the recipe with every `auto` replaced. Raises ValueError where an interruption has no tag to
+        close."""
         tags = {"think_start": self.think_start, "think_end": self.think_end}
         prompts = recipe.prompts.model_copy(update={"chat_template": self.chat_template, **tags})
         interruption = recipe.interruption
@@ -92,7 +93,10 @@ def _has_messages(task: Task) -> bool:
 
 
 def _warm_start(recipe: Recipe) -> str:
-    """The first completions of the warm start; for a missing file, the closing tag of the recipe or the paper."""
+    """The first completions of the warm start, as one text.
+
+    For a missing file: the closing tag of the recipe or, if the recipe's tag is auto, `</think>`.
+    """
     path = recipe.sft.path
     end = recipe.prompts.think_end
     if path is None:
@@ -162,35 +166,35 @@ def chat_of(
 
 
 def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
-    """The text of the template after an answer, in one line."""
+    """The text that the template puts after an answer, in one line."""
     text = apply_template(tokenizer, prompts, [QUESTION, ANSWER], generation=False)
     return " ".join(text.rpartition(ANSWER["content"])[2].split())
 
 
 def _treatment(template: str, turn_end: str, *, uses_template: bool, chat_tuned: bool) -> str:
-    """Whether rows take the template, with the reason."""
+    """A phrase for the user that says whether rows take the template, and why."""
     if not template:
-        return "are sent as text, since the tokenizer has no chat template"
+        return "are sent as plain text, since the tokenizer has no chat template"
     words = "take the tokenizer's chat template"
     if not uses_template:
-        words = "do not take the tokenizer's chat template; prompts.chat_template=true applies it"
+        words = "do not take the tokenizer's chat template; prompts.chat_template=true applies the template"
     if not chat_tuned:
-        words += f" (it ends answers with {turn_end or 'nothing'}, which is no end token of this policy)"
+        words += f" (the template ends answers with {turn_end or 'nothing'}, which is no end token of this policy)"
     return words
 
 
 def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_template: bool) -> str:
-    """The tag that closes thinking, and the source of the tag.
+    """A phrase for the user with the tag that closes thinking, and the source of the tag.
 
     known_tag: the tag is in the policy's template or warm start. Raises ValueError for a tag that no text has, where
     prompts take a template.
     """
     if not end.strip():
-        return "the policy thinks in no tags, and its whole completion is the answer"
+        return "the policy has no tags around thinking, so the whole completion is the answer"
     source = next((source for source, text in texts.items() if end.strip() in text), "")
     if source or known_tag:
         return f"thinking is closed by {end!r}, as the {source or 'chat template'} has it"
-    problem = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
+    problem = f"prompts.think_end is {end!r}, which is missing in {', '.join(texts)}"
     if uses_template:
         raise ValueError(f"{problem}; set think_start and think_end to '', or name the warm start (sft.path)")
     return problem
@@ -221,7 +225,7 @@ def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     if ignores and not opens:
         raise ValueError(
             "prompts.chat_template: the tokenizer's template ignores add_generation_prompt: the prompt ends with "
-            f"{prompt[-20:]!r} and does not open the assistant's turn; mend the template, or set "
+            f"{prompt[-20:]!r} and does not open the assistant's turn; correct the template, or set "
             "prompts.chat_template false"
         )
 

@@ -20,7 +20,7 @@ class CurriculumDry(Exception):
 
 
 class Curriculum:
-    """Draws training prompts, of each task epoch by epoch.
+    """Draws training prompts at random, epoch by epoch, for each task separately.
 
     The order of an epoch depends on the set of the task's prompts, the seed and the epoch's number alone, not on the
     order of the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed
@@ -37,7 +37,7 @@ class Curriculum:
         weights: Mapping[str, float] | None = None,
     ):
         weights = weights or {prompt.task: 1.0 for prompt in prompts[:1]}
-        assert weights.keys() == {prompt.task for prompt in prompts}, "a task without prompts or weight"
+        assert weights.keys() == {prompt.task for prompt in prompts}, "a task has no prompts or no weight"
         self._tasks = {
             name: _Task([p for p in prompts if p.task == name], seed, no_positive_resampling, max_epochs)
             for name in sorted(weights)
@@ -48,7 +48,7 @@ class Curriculum:
         self._credit = dict.fromkeys(self._tasks, 0.0)
         self._end_reasons: dict[str, str] = {}
         self.epoch = 0
-        """Epoch of the last draw, of the drawn task, from 0."""
+        """Epoch, from 0, of the latest draw, counted for the drawn task."""
 
     @property
     def removed(self) -> int:
@@ -57,7 +57,7 @@ class Curriculum:
 
     @property
     def skipped(self) -> int:
-        """Number of draws so far at which a removed prompt's turn came, over all epochs.
+        """Number of removed prompts that draws passed over so far, over all epochs.
 
         Over a stretch of draws, skipped / (skipped + drawn) is the share of removed prompts.
         """
@@ -104,7 +104,7 @@ class _Task:
         self._max_epochs = max_epochs
         self._epoch = -1
         self._remaining_ids: list[str] = []
-        """The rest of the epoch, the next prompt last."""
+        """Ids of the epoch's prompts that are not yet drawn; the next prompt is last."""
         self._latest: dict[str, float] = {}
         self.removed: set[str] = set()
         self.skipped = 0

@@ -31,10 +31,11 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""(task, (question, reference, other columns) of each row) -> (problems, trials), two texts for each row.
+"""Function (task, (question, reference, other columns) of each row) -> (problems, trials), with a text for each row.
 
-A text is the reason why no answer may be paid, or empty. A problem follows from the texts alone. A trial may end
-otherwise the next time; None is a trial that is due at the first use."""
+A problem is the reason why no answer could be accepted, or empty, and depends on the row alone. A trial is the same
+for a check whose result may differ the next time; None: the check is made when the prompt is first used.
+"""
 
 
 @record
@@ -46,7 +47,7 @@ class PromptReport:
     training: int
     held_out: int
     duplicates: int
-    """Rows whose text and answer equal an earlier row's."""
+    """Rows whose text and answer equal those of an earlier row."""
     leaked: int
     """Training rows skipped because the text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
@@ -56,7 +57,7 @@ class PromptReport:
     key: str = "prompts"
     """Key of the recipe's section for these prompts."""
     layouts: tuple[str, ...] = ()
-    """Entries for files: the columns of questions and references."""
+    """For each file, the file's name and the columns of questions and references."""
 
     def lines(self) -> list[str]:
         """The report as text, one line for each reason to skip rows."""
@@ -85,8 +86,10 @@ class PromptSet:
     reports: tuple[PromptReport, ...]
     """Report of each task, by name."""
     problems: dict[str, str | None] = field(default_factory=dict)
-    """Id of a prompt -> reason of a check whose result may differ the next time; None: the check is due at the first
-    use. Refused prompts stay, so that digest and order do not change when the run is resumed."""
+    """Prompts whose reference failed a check that may end differently next time: id -> reason. None: not checked yet.
+
+    Such prompts stay in the set, so that digest and order do not change when the run is resumed.
+    """
 
     def lines(self) -> list[str]:
         """The reports as text."""
@@ -254,14 +257,14 @@ class _Loader:
         checked = len(trials) - trials.count(None)
         if checked < len(trials) and not self.task.episodes:
             self._layouts.append(
-                f"{path}: {checked} of {len(trials)} references were checked, the others are at their first use"
+                f"{path}: {checked} of {len(trials)} references were checked; the rest are checked at first use"
             )
         # rows of other tasks are neither read nor skipped: a mixed file may have few rows of this task
         read = self._rows - rows_before - elsewhere
         skipped = len(self._unusable) - unusable_before - elsewhere
         if not read:
-            reason = "all rows are for other verifiers" if elsewhere else "the file is empty"
-            raise ValueError(f"{path}: there is no prompt: {reason}")
+            reason = "all rows need another verifier" if elsewhere else "the file is empty"
+            raise ValueError(f"{path}: no prompts found: {reason}")
         if 2 * skipped > read or not unique or 2 * (checked - trials.count("")) > checked:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept_prompts = self._render(unique)
@@ -281,10 +284,12 @@ class _Loader:
             if any(str(leaf) not in prompt.text for leaf in leaves(value))
         }
         if columns:
-            self._layouts.append(f"{path}: the policy does not see {', '.join(sorted(columns))}")
+            self._layouts.append(f"{path}: these columns are not in the prompt: {', '.join(sorted(columns))}")
         questions = Counter(prompt.text for prompt in prompts)
         if repeats := len(prompts) - list(questions.values()).count(1):
-            self._layouts.append(f"{path}: {repeats} rows have the question of another row, and another reference")
+            self._layouts.append(
+                f"{path}: {repeats} rows repeat the question of another row with a different reference"
+            )
         if len(prompts) > len({prompt.answer for prompt in prompts}) == 1:
             self._layouts.append(f"{path}: all references are {prompts[0].answer[:60]!r}")
 
@@ -292,7 +297,7 @@ class _Loader:
         """(question, prompt without tokens) of a row. Raises ValueError for a row that cannot be used."""
         verifier = self.task.rewards.verifier
         if other_task(row.readable(), layout):
-            raise OtherTask(f"{row.where}: the row is for another verifier than {verifier}")
+            raise OtherTask(f"{row.where}: the row cannot be scored by rewards.verifier {verifier}")
         question = layout.question_of(row)
         answer = layout.reference_of(row, verifier)
         extra = layout.others(row)
@@ -314,7 +319,7 @@ class _Loader:
         kept_prompts = []
         for (place, _, prompt), token_ids in zip(unique.values(), all_token_ids):
             if not token_ids:
-                raise ValueError(f"{place}: the prompt has 0 tokens; mend the tokenizer or its chat template")
+                raise ValueError(f"{place}: the prompt has 0 tokens; correct the tokenizer or its chat template")
             if len(token_ids) > limit:
                 self._too_long.append(f"{place}: {len(token_ids)} tokens, at most {limit} allowed")
             else:

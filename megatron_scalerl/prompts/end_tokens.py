@@ -1,4 +1,4 @@
-"""Tokens that end a completion: the tokenizer's end of sequence, and the end tokens in the policy's folder.
+"""The tokens that end a completion: the tokenizer's end-of-sequence token, and the end tokens in the policy's folder.
 
 Instruction-tuned policies end turns with other tokens than the tokenizer's: Llama 3's generation_config.json lists
 three tokens. vLLM stops at all listed tokens (vllm/v1/engine/input_processor.py), so warm start, requests and
@@ -57,7 +57,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: this is not JSON: {str(error).partition(';')[0]}") from None
+        raise ValueError(f"{file}: the file is not valid JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: the file holds a {type(content).__name__}; it has to hold a JSON object")
     return content

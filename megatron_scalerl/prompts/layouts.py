@@ -27,11 +27,11 @@ from megatron_scalerl.record import record
 SAMPLE = 64
 """Rows at the beginning of a file from which the layout is detected."""
 UNPACKED = 1 << 28
-"""Highest number of bytes of unit tests that a row packs."""
+"""Largest size of unpacked unit tests that are read from one row (bytes)."""
 UNLISTED = 3
-"""Rank of a layout whose reference is in a column that the recipe names and the layout does not have."""
+"""Rank, with 0 the best, of a layout whose reference column is replaced by prompts.answer_column of the recipe."""
 CONTEXT = ("context", "passage", "article", "Body", "body")
-"""Columns of texts that a question is about."""
+"""Columns with the texts that a question is about, which are put before the question."""
 CHOICES = ("choices", "options", "endings")
 """Columns of a multiple-choice question's answers."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
@@ -46,11 +46,14 @@ REFUSED = {
     r"(?:.*_)?(?:image|img|picture|figure|diagram|video|audio|speech)s?(?:_?(?:\d+|path|url|file|name|bytes)s?)*": (
         "the policy reads text alone"
     ),
-    "tools|functions|documents|tool_calls|function_call": "they need an environment",
-    CHECKED: "outputs have to equal the expected ones",
+    "tools|functions|documents|tool_calls|function_call": "tools and documents need an environment",
+    CHECKED: "only tests with fixed expected outputs are supported",
 }
-"""Pattern of columns without which a question cannot be answered, or an answer cannot be judged -> reason of refusal.
-With an environment, which may use the columns of all other patterns, only the first pattern is refused."""
+"""Patterns of columns that make a row unusable, each with the reason.
+
+The policy cannot answer without such a column, or the verifier cannot judge. With an environment, which may use the
+columns, only the first pattern is refused.
+"""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
@@ -60,7 +63,7 @@ _STATED = re.compile(
     r"|(?:option|answer|choice)(?: is)?:?\s+(\S+))[\s.$]*",
     re.DOTALL | re.IGNORECASE,
 )
-"""A reference that states a choice: in a box, behind a mark, in tags, or in words."""
+"""Finds the choice that a reference states in a box, after ####, in tags, or in words."""
 
 
 @record
@@ -68,18 +71,19 @@ class Question:
     """The question of a row."""
 
     text: str
-    """The question as text, for ids and for the split; several messages each with a role."""
+    """The question as one text, for ids and for the split; in a text of several messages each message has the role
+    before."""
     messages: tuple[Mapping[str, str], ...] = ()
     """Role and content of each message; empty for a text."""
 
 
 class OtherTask(ValueError):
-    """The row belongs to another verifier than the file's other rows."""
+    """The row is meant for another verifier than rewards.verifier."""
 
 
 @record
 class Layout:
-    """The columns of questions and references in the rows of a file."""
+    """A layout: which columns of a file hold questions and references."""
 
     name: str
     """Value of prompts.preset."""
@@ -90,7 +94,7 @@ class Layout:
     verifier: str = ""
     """The verifier that can use the references; empty: any."""
     first: int = 0
-    """The number of the first choice, where references are numbers of choices."""
+    """The number that means the first choice (0 or 1), if references are numbers of choices."""
     rank: int = 0
     """The lowest rank wins among the layouts that fit a file."""
 
@@ -105,7 +109,8 @@ class Layout:
         return not any(_column_error(row, column) for column in (*self.question, *self.reference))
 
     def within(self, layout: Layout) -> bool:
-        """Whether `layout` has the same reference, and this question's columns and more, such as an input."""
+        """Whether `layout` has the same reference, and all of this layout's question columns and at least one
+        more."""
         columns = {column.removeprefix("?") for column in layout.question}
         return self.reference == layout.reference and {*self.question} < columns
 
@@ -134,7 +139,7 @@ class Layout:
         for pattern, reason in islice(refused_columns.items(), 1 if episodes else None):
             for name, value in names:
                 if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
-                    raise ValueError(f"{row.where}: {name!r} cannot be used: {reason}")
+                    raise ValueError(f"{row.where}: rows with the column {name!r} cannot be used: {reason}")
         if place := _PLACE.search(question.text):
             raise ValueError(f"{row.where}: the question shows {place[0]!r}, and the policy reads text alone")
 
@@ -147,7 +152,7 @@ class Layout:
         parts = values_of(row, self.reference)
         language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
         if verifier == "code" and language and "python" not in str(language).lower():
-            raise OtherTask(f"{row.where}: the tests are for {language}; they have to be for Python")
+            raise OtherTask(f"{row.where}: the tests are for {language}; only Python is supported")
         choices = _choices(row)
         if choices and verifier == "math":
             letter = _letter(choices, parts[0], self.first)
@@ -156,7 +161,9 @@ class Layout:
             # columns A, B ... may hold something other than choices
             if any(map(row.values.get, CHOICES)):
                 excerpt = str(parts[0])[:60]
-                raise ValueError(f"{row.where}: {self.reference[-1]!r} is {excerpt!r}, which names no single choice")
+                raise ValueError(
+                    f"{row.where}: {self.reference[-1]!r} is {excerpt!r}, which is not exactly one of the choices"
+                )
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
@@ -265,13 +272,14 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 
 def other_task(row: Row, layout: Layout) -> bool:
-    """Whether a row has the outer column of an absent reference, as rows for another verifier have."""
+    """Whether a row lacks the reference but has the reference's outer column, as rows for another verifier have."""
     absent_columns = [column for column in layout.reference if _column_error(row, column)]
     return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in absent_columns)
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
-    """The layouts that the recipe's settings leave, each once."""
+    """The layouts that agree with prompts.preset, prompt_column and answer_column of the recipe, without
+    repetition."""
     layouts = list(LAYOUTS)
     if prompts.preset is not None:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
@@ -308,9 +316,9 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
         columns = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
         advice = "name two of them as prompts.prompt_column and prompts.answer_column"
         if re.search("(?i)incorrect|distractor", columns):
-            advice = "write all choices into one column, choices, and the letter of the right one into answer"
+            advice = "write all choices into a column `choices`, and the letter of the right choice into `answer`"
         raise ValueError(
-            f"{path}: no known layout has its columns, {columns}; {advice} (docs/prompts.md lists the layouts)"
+            f"{path}: no known layout fits the columns {columns}; {advice} (docs/prompts.md lists the layouts)"
         )
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
@@ -319,7 +327,7 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     if any(usable[layout.name] != usable[able[0].name] for layout in able):
         names = " or ".join(layout.name for layout in able)
         raise ValueError(
-            f"{path}: several layouts fit, and read it differently: set prompts.preset to {names}, or name columns"
+            f"{path}: several layouts fit, with different questions or references; set prompts.preset to {names}"
         )
     return able[0]
 
@@ -333,7 +341,7 @@ def _pair(layout: Layout, row: Row, verifier: str) -> tuple[str, str] | None:
 
 
 def _at(values: Any, column: str) -> tuple[Any, bool]:
-    """(value of a column or of a path into nested values, whether the column exists)"""
+    """Return (value of a column or of a path into nested values, whether the column exists)."""
     if column in values:
         return values[column], True
     for part in column.split("."):
@@ -347,7 +355,7 @@ def _at(values: Any, column: str) -> tuple[Any, bool]:
 
 
 def _column_error(row: Row, column: str) -> str:
-    """The error message for a row without a column; empty if the row has or may lack the column."""
+    """The error message if a row lacks a column that is required; else empty."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
     return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
@@ -362,7 +370,7 @@ def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """The list or object in a text of JSON, or of Python; any other value unchanged."""
+    """The list or object in a text that is JSON or a Python literal; any other value is returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -377,7 +385,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _choices(row: Row) -> dict[str, str]:
-    """Letter -> text of each choice of a row; empty without choices."""
+    """The text of each choice of a row, by letter; empty without choices."""
     choices = _parsed(next(filter(None, map(row.values.get, CHOICES)), None))
     columns = [row.values[name] for name in sorted(filter(_CHOICE.fullmatch, row.values))]
     if choices is None and len(columns) > 1 and all(isinstance(value, str | None) for value in columns):
@@ -419,7 +427,7 @@ def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
 
 
 def _plain_text(value: Any) -> str:
-    """A text without case, spaces and the signs around a letter or a formula."""
+    """A text for comparisons: in lower case, without extra spaces and the signs around a letter or a formula."""
     return " ".join(re.split(r"[\s().:,$]+", str(value).casefold())).strip()
 
 
@@ -489,7 +497,7 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
     if isinstance(value, (list, dict)) and value and verifier != "math":
         value = json.dumps(value)
     if isinstance(value, list):
-        raise ValueError(f"{row.where}: {column!r} has {len(value)} reference answers; it has to have one")
+        raise ValueError(f"{row.where}: {column!r} has {len(value)} reference answers; exactly one is required")
     text = as_text(row, column, value)
     if verifier == "math" and (tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)):
         text = as_text(row, column, tagged[-1].strip())

@@ -1,4 +1,4 @@
-"""Rendering of a problem as the tokens that an engine gets, and checks of the tokenizer."""
+"""Renders a problem as the tokens that an engine gets, and checks the tokenizer."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
-"""Problems that are tokenized in one call."""
+"""Number of problems that are tokenized in one call."""
 
 
 class PromptRenderer:
@@ -51,7 +51,7 @@ class PromptRenderer:
         return self.prefilled(self._text(question))
 
     def prefilled(self, text: str) -> str:
-        """A prompt that ends with the think prefill."""
+        """Append the think prefill to a prompt that does not end with the prefill yet."""
         # Some chat templates add the opening tag, with or without a line break after the tag.
         if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text
@@ -87,7 +87,7 @@ class PromptRenderer:
         end = self._prompts.think_end.strip()
         sample_prompt = self._text(QUESTION["content"])
         if system and system.strip() not in sample_prompt:
-            raise ValueError("prompts.system: the chat template leaves the system message out")
+            raise ValueError("prompts.system is set, but the chat template leaves the system message out")
         tags = tags_in(source + sample_prompt)
         if tags and not end and sample_prompt.rstrip().endswith(tags[1]):
             # the prompt closes thinking, so the policy answers without thinking
@@ -100,8 +100,8 @@ class PromptRenderer:
         if end and sample_prompt.rstrip().endswith(end):
             raise ValueError(
                 f"prompts.template_arguments: the prompt ends with {end}, so the policy could not think; set the "
-                "argument with which the chat template leaves thinking open, such as enable_thinking (to train it "
-                "so: prompts.think_start and think_end empty, and interruption.enabled false)"
+                "argument with which the chat template leaves thinking open, such as enable_thinking (or train "
+                "without thinking: prompts.think_start and think_end empty, and interruption.enabled false)"
             )
 
     def token_ids(self, problems: Sequence[Question | str]) -> list[tuple[int, ...]]:
@@ -115,7 +115,7 @@ class PromptRenderer:
         return rendered
 
     def with_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a prompt with the first token that the recipe asks for."""
+        """The tokens of a prompt, with the beginning-of-sequence token first if prompts.add_bos is set."""
         bos = self._tokenizer.bos_token_id
         if not self._prompts.add_bos or bos is None or ids[:1] == [bos]:
             return tuple(ids)
@@ -128,5 +128,5 @@ def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
     if model_vocabulary < needed_rows:
         raise ValueError(
             f"policy: the model has a vocabulary of {model_vocabulary} tokens, fewer than the {needed_rows} of the "
-            "tokenizer; they do not belong together"
+            "tokenizer; take the tokenizer of this model"
         )

@@ -94,7 +94,8 @@ class _ForcedPhrase:
         self._encoder: Tokenizer | None = None
 
     def loss_mask(self, row: Row, ids: Sequence[int]) -> list[bool]:
-        """[T] False for every token with a character of phrase or tag. Raises ValueError, naming the line."""
+        """Return [T] booleans, False for every token with a character of phrase or tag. Raises ValueError, naming the
+        line."""
         completion = row.values["completion"]
         if not self._phrase or self._phrase not in completion:
             return [True] * len(ids)
@@ -105,15 +106,17 @@ class _ForcedPhrase:
         mask = [not any(start < b and end > a for a, b in spans) for start, end in offsets]
         for a, b in spans:
             if not any(start < b and end > a for start, end in offsets):
-                raise ValueError(f"{row.where}: the tokenizer has no token for the phrase at characters {a}-{b}")
+                raise ValueError(
+                    f"{row.where}: the tokenizer gives no token for the forced phrase at characters {a}-{b}"
+                )
         return mask
 
     def _offsets(self, row: Row, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """[T] (first character, last character + 1) of each token, whitespace included."""
+        """Return [T] (first character, last character + 1) of the completion's tokens, whitespace included."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(
-                f"{row.where}: {type(self._tokenizer).__name__} gives no character offsets, which mask the forced "
-                "phrase; take a fast tokenizer (tokenizer.json)"
+                f"{row.where}: {type(self._tokenizer).__name__} gives no character offsets, which are needed to "
+                "mask the forced phrase; take a fast tokenizer (tokenizer.json)"
             )
         if self._encoder is None:
             # the post-processor is removed: it excludes whitespace from the offsets in byte-level vocabularies
@@ -136,7 +139,7 @@ def _with_end_token(
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     if at < len(ids) - 1:
         raise ValueError(
-            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; only the last one may, with sft.add_eos"
+            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; with sft.add_eos only the last token may"
         )
     if at < len(ids):
         return ids, mask
@@ -144,7 +147,8 @@ def _with_end_token(
 
 
 def _longest(recipe: Recipe) -> tuple[str, int]:
-    """(setting that limits a row, most tokens of prompt and completion together)."""
+    """Return (setting that limits the length of a row, largest number of tokens of prompt and completion
+    together)."""
     limits = [("trainer.micro_batch_tokens", recipe.micro_batch_tokens)]
     context = text_config(recipe.policy.path).get("max_position_embeddings")
     if isinstance(context, int):

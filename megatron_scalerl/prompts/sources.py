@@ -23,13 +23,13 @@ LISTED = 10
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")
 """Files of a dataset folder that hold no rows."""
 SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
-"""`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
+"""Matches shards such as `train-00000-of-00002` of the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
 MOST_TIMES = 200
-"""A compressed file of prompts may hold this many times the file's size."""
+"""Largest ratio of a compressed file's content to the file's size."""
 LEAST_BOUND = 1 << 28
-"""A compressed file of prompts may hold this many bytes, whatever the file's size."""
+"""Size of content (bytes) that every compressed file may have, whatever the ratio."""
 
 
 @record
@@ -67,16 +67,14 @@ def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
 
 
 def _check_size(path: Path, nbytes: int) -> None:
-    """Raises ValueError for far more bytes than compression saves on texts."""
+    """Raises ValueError if the content is larger than a compressed file of this size plausibly holds."""
     limit = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
     if nbytes > limit:
-        raise ValueError(
-            f"{path}: the file holds more than {limit:,} bytes, far more than texts in a file of this size"
-        )
+        raise ValueError(f"{path}: the unpacked content exceeds {limit:,} bytes, too much for a file of this size")
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """A file that gzip may have compressed. Raises ValueError."""
+    """Open a file, through gzip if the name ends in .gz. Raises ValueError for a file with too much content."""
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:
@@ -88,7 +86,9 @@ def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
 
 def _read_file(path: Path) -> Iterator[Row]:
     if not (kind := _kind(path)):
-        raise ValueError(f"{path}: this kind of file is not read; its name has to end in {', '.join(READERS)}")
+        raise ValueError(
+            f"{path}: this kind of file is not supported; file names have to end in {', '.join(READERS)}"
+        )
     try:
         yield from READERS[kind](path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -136,7 +136,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             for values in reader:
                 surplus_values = values.pop(None, None)  # type: ignore[call-overload]
                 problem = (
-                    f"there are {len(values) + len(surplus_values)} values for {len(values)} columns"
+                    f"the line has {len(values) + len(surplus_values)} values for {len(values)} columns"
                     if surplus_values
                     else ""
                 )
@@ -155,7 +155,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         encoding = json.detect_encoding(file.peek(4)[:4])
         if not encoding.startswith("utf-8"):
             raise ValueError(
-                f"{path}: the file is in {encoding.upper()}; JSON lines are in UTF-8: iconv -f {encoding} -t utf-8"
+                f"{path}: the file is in {encoding.upper()}; convert to UTF-8: iconv -f {encoding} -t utf-8"
             )
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -193,7 +193,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""Ending of a file's name -> reader of the file's rows."""
+"""Reader of a file's rows, by the ending of the file's name."""
 
 
 def _read_folder(path: Path, split: str | None) -> Iterator[Row]:
@@ -250,7 +250,9 @@ def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
 def refuse_surrogates(place: str, column: str, text: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{place}: {column!r} has half of a surrogate pair, which is no character")
+        raise ValueError(
+            f"{place}: {column!r} has half of a surrogate pair (U+D800 to U+DFFF), which is no character"
+        )
 
 
 def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ PROBE = "def f(x):\n    return x + 12 * 345  # Größe, 数学, 👍\n\n\tThe an
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a Hugging Face folder, with the encoding of tokenizer.json.
+    """Load the tokenizer of a Hugging Face folder so that texts are encoded as in tokenizer.json.
 
     A class named in tokenizer_config.json may build another pipeline: transformers 5 drops every space of a
     byte-level tokenizer.json with `tokenizer_class: LlamaTokenizerFast`. Where the two encode a text differently,
@@ -27,8 +27,8 @@ def load_tokenizer(path: str | Path) -> Any:
     file = Path(path) / "tokenizer.json"
     if not file.is_file() and Path(path, "tiktoken.model").is_file():
         raise ValueError(
-            f"policy.path: {path} has tiktoken.model, which only the release's code reads, and no code of a policy "
-            "is run; make a tokenizer.json of it (docs/families.md)"
+            f"policy.path: {path} has only tiktoken.model, which only code in the folder can read, and such code is "
+            "never run; convert the file to tokenizer.json (docs/families.md)"
         )
     config = None
     with suppress(ValueError):  # the tokenizer of any other model is read as well
@@ -43,8 +43,8 @@ def load_tokenizer(path: str | Path) -> Any:
     # without files, transformers makes an empty tokenizer
     if files and not any(Path(path, name).is_file() for name in files):
         raise ValueError(
-            f"policy.path: there is no tokenizer in {path}: it has none of {', '.join(files)}; copy the tokenizer's "
-            "files of the policy that it was made from"
+            f"policy.path: there is no tokenizer in {path}: {', '.join(files)} are missing; copy the files from "
+            "the policy from which this folder was made"
         )
     if not file.is_file():
         return tokenizer
@@ -59,7 +59,7 @@ def load_tokenizer(path: str | Path) -> Any:
             f"policy.path: {path}: {type(tokenizer).__name__} (tokenizer_class in tokenizer_config.json) encodes "
             "text differently from tokenizer.json, and so does transformers' plain class"
         )
-    logger.warning("%s: tokenizer.json is used, from which %s differs", path, type(tokenizer).__name__)
+    logger.warning("%s: tokenizer.json is used, since %s encodes text differently", path, type(tokenizer).__name__)
     return plain_tokenizer
 
 

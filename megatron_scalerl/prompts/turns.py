@@ -33,7 +33,7 @@ OUTPUT = {"role": "tool", "content": "2", "name": "f", "tool_call_id": "12345678
 
 @record
 class PastTurn:
-    """A turn of the policy. Produced by `rollouts.episodes`."""
+    """A finished turn of the policy. Produced by `rollouts.episodes`."""
 
     token_ids: tuple[int, ...]
     """[T] sampled and forced tokens."""
@@ -85,11 +85,12 @@ class TurnRenderer:
         self.next([[QUESTION], new, new], [turn, turn])
 
     def first(self, messages: Messages) -> list[int]:
-        """[P] tokens of the messages before the first turn, and the opening of that turn."""
+        """[P] tokens of the messages before the first turn, ending with the text that opens the turn."""
         return self._first_tokens(self._pieces([messages])[0])
 
     def next(self, messages: Sequence[Messages], turns: Sequence[PastTurn]) -> tuple[list[int], bool]:
-        """(tokens, whether the tokens are the whole context; else the caller appends the tokens to the context).
+        """Return (tokens, whether the tokens are the whole context). If not, the caller appends the tokens to the
+        context.
 
         messages: [turns + 1] lists, each before a turn, the last list new. Raises ValueError for a template that
         fails, or whose text for the new messages depends on earlier messages.
@@ -103,7 +104,7 @@ class TurnRenderer:
         if self._pieces([[QUESTION], messages[-1]])[-1] != pieces[-1]:
             raise ValueError(
                 f"prompts.chat_template: the tokenizer's template renders the messages before turn {len(turns) + 1} "
-                "differently by what came before them, so they cannot follow what the policy has seen; mend the "
+                "differently after other messages, so the text cannot be appended to the context; correct the "
                 "template, or set prompts.chat_template false"
             )
         # the context has all turns that the template showed before the last turn, and the last turn
@@ -156,12 +157,12 @@ class TurnRenderer:
         if [name.lstrip("aw") for name in pieces[1::2]] != [str(number) for number in range(len(messages) - 1)]:
             raise ValueError(
                 "prompts.chat_template: the tokenizer's template moves, repeats or drops turns of the assistant, or "
-                f"opens them otherwise than the prompt, which ends with {self._opening!r}"
+                f"opens later turns differently from the first, which starts with {self._opening!r}"
             )
         return pieces
 
     def _with_marks(self, value: Any) -> Any:
-        """A value with a mark in each special token of all texts."""
+        """A copy of a value in which every special token of a text is split by the mark."""
         if isinstance(value, str):
             return self._words.sub(rf"\g<0>{self._mark}", value)
         if isinstance(value, Mapping):
@@ -186,6 +187,6 @@ class TurnRenderer:
         return tokens[1:] if ids[-1:] == tokens[:1] else tokens
 
     def _encode(self, text: str) -> list[int]:
-        """Tokens of a text, which is split at the marks."""
+        """Encode a text piece by piece; pieces end at the marks, which are left out."""
         parts = self._tokenizer(text.split(self._mark), add_special_tokens=False)["input_ids"]
         return list(chain.from_iterable(parts))

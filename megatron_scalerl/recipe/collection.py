@@ -1,4 +1,5 @@
-"""Several recipes at once: files and folders of whole recipes, and of overlays that are laid over one base."""
+"""Reads several recipes at once: files and folders of whole recipes, and overlays that are merged into one base
+recipe."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ class RecipeFile:
     """The file's stem."""
     file: Path
     overlay: bool
-    """Whether the file is laid over the base."""
+    """Whether the file is an overlay, which is merged into the base recipe."""
 
 
 def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
@@ -41,7 +42,7 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
     files_by_name: dict[str, Path] = {}
     for file in files:
         if (earlier_file := files_by_name.setdefault(file.stem, file)) != file:
-            raise RecipeError(f"{file}: its name is that of {earlier_file} too; rename one of the files")
+            raise RecipeError(f"{file}: {earlier_file} has the same name; rename one of the files")
     return [
         RecipeFile(name=name, file=file, overlay=not set(_REQUIRED_KEYS) <= read_yaml(file).keys())
         for name, file in files_by_name.items()
@@ -55,14 +56,14 @@ def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] 
     if base is None:
         keys = [key for key in _REQUIRED_KEYS if key not in read_yaml(item.file)]
         raise RecipeError(
-            f"{item.file}: this is an overlay, without {', '.join(keys)}; name the recipe that it is laid over "
-            "with --base RECIPE"
+            f"{item.file}: this is an overlay (it lacks {', '.join(keys)}); name the recipe to which the "
+            "overlay is applied with --base RECIPE"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
 
 
 def same_recipes(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Name -> an earlier name whose recipe is the same but for name and folder."""
+    """For each duplicate recipe, the name of an earlier recipe with the same settings but for name and folder."""
     first: dict[str, str] = {}
     first_names = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
     return {name: first_name for name, first_name in first_names.items() if name != first_name}
@@ -75,6 +76,6 @@ def _text(recipe: Recipe) -> str:
 def resolve_seeds(
     item: RecipeFile, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
 ) -> list[Recipe]:
-    """The recipe once for each seed, with the seed behind the recipe's name. Raises RecipeError."""
+    """Copies of the recipe, one for each seed, with the seed appended to the recipe's name. Raises RecipeError."""
     name = resolve(item, base, overrides).name
     return [resolve(item, base, [*overrides, f"seed={seed}", f"name={name}_seed{seed}"]) for seed in seeds]

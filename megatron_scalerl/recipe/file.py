@@ -1,9 +1,8 @@
-"""Recipe files: reading, overlays, overrides, and errors in one line.
+"""Reads recipe files with overlays and overrides. Every error is one line.
 
 An overlay is a file with differences from a recipe, and so serves recipes of every size; recipes/ablations has some
-overlays. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
-
-The files that a recipe names are looked for before heavy packages are imported.
+overlays. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays. The files that
+a recipe names are looked for before heavy packages are imported.
 """
 
 import functools
@@ -25,9 +24,9 @@ from megatron_scalerl.recipe.sections import section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
-"""Files with all keys, for users."""
+"""The recipe files that list all keys, for error messages."""
 OVERLAY = "overlay"
-"""Name of an override that is no key of a recipe: `overlay=FILE` lays a file over the settings so far."""
+"""The override `overlay=FILE`, which is no key of a recipe, merges a file into the settings so far."""
 _warn = functools.cache(logging.getLogger(__name__).warning)
 """Logs each text only once."""
 _APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
@@ -80,7 +79,7 @@ def load_recipe_for(
 def _overridden(
     data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str], *, without: Sequence[str] = ()
 ) -> Recipe:
-    """The recipe of `data`, which comes from `files`, after the overrides and without some of its sections."""
+    """Build the recipe from `data`, read from `files`, after the overrides and without some of the sections."""
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
@@ -101,7 +100,7 @@ def _overridden(
 
 
 def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both, section by section; a setting of `over` replaces the setting of `data`."""
+    """Merge two nested settings, section by section. A setting of `over` replaces that of `data`."""
     sections = {
         key: merged(data[key], value)
         for key, value in over.items()
@@ -158,7 +157,7 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
         state = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise RecipeError(f"{path}: the file {state}; it has to have keys with their values")
+        raise RecipeError(f"{path}: the file {state}; a file of keys and values is expected")
     _rename(data, str(path))
     return data
 
@@ -201,7 +200,7 @@ def override(data: dict[str, Any], item: str) -> None:
         node[name] = section_of(node.get(name) or {}) if name == "environment" else node.get(name, {})
         node = node[name]
         if not isinstance(node, dict):
-            raise RecipeError(f"override {item!r}: {name} is a value, not a section")
+            raise RecipeError(f"override {item!r}: {name} is a single value, not a section with keys")
     node[last] = value
 
 
@@ -216,7 +215,7 @@ def _first_line(error: ValidationError) -> str:
 
 
 def _place(detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Path of the value. pydantic appends the type for each member of a union, and [key] for a key."""
+    """Path of the value in the recipe, without the type or [key] that pydantic appends for unions and mappings."""
     return detail["loc"] if _APPENDED.isdisjoint(detail["loc"][-1:]) else detail["loc"][:-1]
 
 
@@ -226,13 +225,13 @@ def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> st
     value = first["input"]
     last = key.rpartition(".")[2]
     if key in FORMER_KEYS:
-        return f"{key} left with version 0.2: {FORMER_KEYS[key][1]}; delete it"
+        return f"{key} left with version 0.2: {FORMER_KEYS[key][1]}; delete the key"
     if kind == "extra_forbidden":
         valid = _keys_for(key)
         key = innermost(key, value, valid)
         return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
     if kind == "missing":
-        return f"{key} is missing; it has no default"
+        return f"{key} is missing; set a value, since the key has no default"
     if kind == "value_error":
         # the check of a section names a key of the section, the check of a value does not
         separator = "." if isinstance(value, dict) else ": "
@@ -255,7 +254,7 @@ def _value_text(value: Any) -> str:
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """The paths of all keys of the schema, sections included; NAME stands for a name that the recipe chooses."""
+    """Yield the paths of all keys of the schema, sections included. NAME stands for a key that the user chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
         kinds: tuple[Any, ...] = (info.annotation,)
@@ -277,7 +276,7 @@ def _keys_for(key: str) -> list[str]:
 
 
 def check_policy(recipe: Recipe) -> None:
-    """Raises ValueError where a folder of the policy is missing, or holds something else."""
+    """Raises ValueError where a folder of the policy is missing, or is not of the expected kind."""
     section = recipe.policy
     refuse_adapter(section.path)
     if not Path(section.path, "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub in place of paths: `org/name`, `org/name@revision`, `org/name/folder`.
+"""Resolves names on the Hugging Face hub that stand for paths: `org/name`, `org/name@revision`, `org/name/folder`.
 
 A name becomes a folder of the local cache when a recipe is loaded, so that no other process asks the hub.
 """
@@ -17,7 +17,8 @@ _FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
 
 
 def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
-    """The folder of a name in the Hugging Face cache; `path` for an existing path, and for a name that is not cached.
+    """Return the folder in the Hugging Face cache for a name; `path` unchanged if it exists, or if the name is not
+    cached.
 
     download: fetch a name that is not cached, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if the
     download fails.
@@ -43,9 +44,10 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
 
 
 def hint(path: str, kind: Kind) -> str:
-    """The end of an error about a path that cannot be used, which may be GGUF, a pattern, or a name on the hub."""
+    """The advice at the end of an error about an unusable path: GGUF, a pattern, or a name to download from the
+    hub."""
     if kind == "model" and (path.endswith(".gguf") or any(Path(path).glob("*.gguf"))):
-        return "; weights in a GGUF file have to be made a Hugging Face folder first: docs/checkpoints.md#gguf"
+        return "; convert weights in a GGUF file to a Hugging Face folder first: docs/checkpoints.md#gguf"
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
@@ -60,7 +62,7 @@ def hint(path: str, kind: Kind) -> str:
         command += " --repo-type dataset"
     if name["revision"]:
         command += f" --revision {name['revision']}"
-    return f"; the Hugging Face cache does not have it either: {command}, or download: true in the recipe"
+    return f"; the Hugging Face cache does not have it either: run {command}, or set download: true in the recipe"
 
 
 def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:

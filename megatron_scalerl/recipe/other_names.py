@@ -1,7 +1,4 @@
-"""Settings of a recipe by the names in other frameworks and in version 0.2.
-
-Error messages for unknown keys, which name the nearest keys, or all keys of the section.
-"""
+"""Settings by their former names, and suggestions for unknown keys: by the names of other frameworks, or by likeness."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -61,7 +58,7 @@ _NAMES = {
     "engine.vllm.max_num_seqs": "max_num_seqs",
 }
 OTHER_NAMES = {name: setting for setting, names in _NAMES.items() for name in names.split()}
-"""Name in another framework -> the settings with this meaning in a recipe."""
+"""The recipe's settings that other frameworks call by a name, by that name."""
 OF_OLD_MEGATRON = frozenset(
     {
         "megatron.model.async_tensor_model_parallel_allreduce",
@@ -72,7 +69,7 @@ OF_OLD_MEGATRON = frozenset(
         "megatron.parallel.create_all_gather_group",
     }
 )
-"""Options of Megatron-Core 0.16 alone: the recipe of a run that began with 0.16 may have such options."""
+"""Options that only Megatron-Core 0.16 had. The recipe of a run that began with 0.16 may still have such options."""
 FORMER_KEYS: dict[str, tuple[object, str]] = {
     "weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes"),
     "weights.anchor_every": (20, "every update with deltas is verified by its digest"),
@@ -90,15 +87,15 @@ _RENAMED_VALUES = {
 }
 """Keys and values of version 0.2 -> their successors. Version 0.4 will refuse the former keys and values."""
 _NEAR_SIBLING = 0.8
-"""Least likeness of a name of the same section to be suggested."""
+"""Smallest likeness (0 to 1, of difflib) at which a name of the same section is suggested."""
 _NEAR_OTHER = 0.9
-"""Least likeness of a name of another section, which is suggested only if the names are nearly equal."""
+"""Smallest likeness at which a name of another section is suggested: the names must be nearly equal."""
 _FAR_SIBLING = 0.65
-"""Least likeness of a name of the same section, if no name of any section is near."""
+"""Smallest likeness at which a name of the same section is suggested if no name in any section is near."""
 _MOST_LISTED = 12
-"""Keys of a section that an error lists."""
+"""Largest section whose keys an error lists."""
 _MOST_NEAREST = 3
-"""Names that an error suggests; with more near names, the error suggests no name."""
+"""Largest number of suggested names; with more near names, the error suggests none."""
 
 
 def setting_of(key: str) -> str:
@@ -127,9 +124,10 @@ def rename_former(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def innermost(key: str, value: object, valid: Iterable[str]) -> str:
-    """The key that an error about an unknown `key` names: the key itself, or a key inside of an unknown section.
+    """Choose the key that an error about an unknown `key` names: the key itself or, for an unknown section, a key
+    inside.
 
-    A key inside is named if the section is like no `valid` section. A key of another framework comes first.
+    A key inside is named if no section in `valid` is similar. Keys with a name in another framework come first.
     """
     section, _, last = key.rpartition(".")
     if _nearest(last, [name for name in valid if name.rpartition(".")[0] == section], _NEAR_SIBLING):
@@ -163,7 +161,7 @@ def check_keys(
     for key in keys:
         if f"{place}.{key}" in OF_OLD_MEGATRON:
             raise ValueError(
-                f"{place}.{key} has left with Megatron-Core 0.16; delete it: a run that was begun with it goes on"
+                f"{place}.{key} exists only in Megatron-Core 0.16; delete the key (the run can still resume)"
             )
         if key not in names:
             setting = setting_of(f"{place}.{key}") if in_recipe else ""
@@ -180,11 +178,11 @@ def unknown_key(
     kind: str = "keys",
     listed: str = "",
 ) -> str:
-    """`KEY is not ...; the nearest is ...`, and without a near key `...; keys here: a, b, c`.
+    """Return an error message: "KEY is not ...; the nearest is ...", or "...; keys here: a, b, c" without a near key.
 
     A dotted key is compared with the keys of the same section, then by the last part with all keys. expected: the
-    kind of the `valid` names, as in "a recipe key"; kind: the same as a plural noun. setting: the recipe's names for
-    KEY (`setting_of`). listed: a file that lists the keys, if a line cannot.
+    kind of the `valid` names, as in "a recipe key"; kind: a plural noun for the `valid` names. setting: the recipe's
+    names for KEY (`setting_of`). listed: a file that lists the keys, if a line cannot.
     """
     text = f"{key} is not {expected}"
     if setting:
@@ -203,7 +201,7 @@ def unknown_key(
 
 
 def _nearest(last: str, names: Sequence[str], likeness: float) -> list[str]:
-    """The names whose last part has at least the `likeness` to `last`; empty for too many names."""
+    """The names whose last part is at least as similar to `last` as `likeness`; empty if there are too many."""
     lasts = {name.rpartition(".")[2] for name in names}
     alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=likeness)
     nearest = [name for name in names if name.rpartition(".")[2] in alike]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 Stages = tuple[tuple[int, ...], ...]
-"""Layer indices of each pipeline stage, from 0; with a virtual pipeline in the order of the chunks."""
+"""For each pipeline stage, the indices of the stage's layers, from 0; with a virtual pipeline chunk after chunk."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
@@ -41,10 +41,10 @@ class ParallelSizes:
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The trainer's world size must be a multiple of both numbers.
+        """(tp x pp x cp, etp x ep x pp): the trainer's world size must be a multiple of both numbers.
 
-        The numbers are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also
-        tp x pp and etp x ep x pp times the number of instances.
+        With several instances of the distributed optimizer the numbers are also multiples of tp x pp and etp x ep x
+        pp times the number of instances.
         """
         # Megatron-Core divides data x context ranks among the instances, and the experts' data ranks
         dense = self.tp * self.pp
@@ -58,7 +58,7 @@ def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
     etp = _size(parallel, "expert_tensor_parallel_size", None)
     chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
     if chunks is not None and pp == 1:
-        raise ValueError(f"{_CHUNKS} is {chunks}, but there is no pipeline: {_PIPELINE} is 1")
+        raise ValueError(f"{_CHUNKS} is {chunks}, but there is only one pipeline stage: {_PIPELINE} is 1")
     instances = _size(parallel, "num_distributed_optimizer_instances", 1)
     return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp or tp, chunks=chunks or 1, optimizer_instances=instances)
 
@@ -85,7 +85,8 @@ LEFT_KEYS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Former fields of megatron.model, refused today: a run that began with such a field resumes without the field."""
+"""Former fields of megatron.model, which are refused. A run that began with such a field resumes without the
+field."""
 MODEL_KEYS = frozenset({*_ENDS, "sequence_parallel"})
 """Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 
@@ -99,7 +100,7 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
     for size, group_name in zip(sizes.unit, group_names):
         if world_size % size:
             raise ValueError(
-                f"trainer.world_size: {world_size} is not a multiple of {group_name} parallel size {size}{also}"
+                f"trainer.world_size: {world_size} is not a multiple of {size}, the {group_name} parallel size{also}"
             )
 
 
@@ -117,21 +118,21 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
     sequence = bool(model.get("sequence_parallel", False))
     if sequence and sizes.tp == 1:
         raise ValueError(
-            "megatron.model.sequence_parallel is true; it needs tensor_model_parallel_size of at least 2"
+            "megatron.model.sequence_parallel is true, but needs a tensor_model_parallel_size of at least 2"
         )
     # without sequence parallelism, MoELayer.forward of Megatron-Core raises in training
     if family.transformer.get("num_moe_experts") and sizes.tp > 1 and not sequence:
         raise ValueError(
-            "megatron.model.sequence_parallel is false; a policy with experts needs it with "
+            "megatron.model.sequence_parallel is false, but a policy with experts needs true with "
             f"tensor_model_parallel_size {sizes.tp}"
         )
 
 
 def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
-    """Layers of each pipeline stage by Megatron's options in megatron.model.
+    """Divide the layers among the pipeline stages by Megatron's options in megatron.model.
 
-    The split is even but for set numbers in the first and last stage. Raises ValueError where `layers` layers cannot
-    be split this way, naming key, layers and size.
+    The first and last stage may have a set number of layers; all further layers are split evenly. Raises ValueError
+    where `layers` layers cannot be split this way, naming key, layers and size.
     """
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
@@ -160,7 +161,7 @@ def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> li
     if not fits:
         raise ValueError(
             f"{_PIPELINE}: {remaining_layers} of {layers} layers are left for {middle_stages} of {sizes.pp} stages, "
-            f"each of which needs the same number, at least 1; set megatron.model.{_ENDS[0]} or {_ENDS[1]}"
+            f"which need equal numbers of layers, at least 1 each; set megatron.model.{_ENDS[0]} or {_ENDS[1]}"
         )
     return [_in_chunks(size or remaining_layers // middle_stages, sizes) for size in stage_layers]
 
@@ -174,8 +175,8 @@ def _check_uniform(model: Mapping[str, Any], counts: list[int]) -> None:
     for layers in counts:
         if layers % group:
             raise ValueError(
-                f"megatron.model.recompute_num_layers: {group} does not divide the {layers} layers of a model chunk, "
-                "as recompute_method uniform needs"
+                f"megatron.model.recompute_num_layers: {group} does not divide the {layers} layers of a model chunk; "
+                "recompute_method uniform needs equal groups"
             )
 
 

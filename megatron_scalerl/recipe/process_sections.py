@@ -76,7 +76,7 @@ class EngineSection(Section):
     devices_per_engine: PositiveInt = 1
     """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
     colocate: bool = False
-    """The engines run on the trainer's devices, for runs on one host, also with one GPU. Both take turns on a device.
+    """Run the engines on the trainer's devices, on one host, also with one GPU; trainer and engines take turns.
     Requires count x devices_per_engine = trainer.world_size, and kv_cache_memory_bytes and gpu_memory_utilization in
     `vllm`. The ledger charges half of a device to the trainer and half to the engine."""
     threads: PositiveInt = 1
@@ -133,17 +133,17 @@ class WeightsSection(Section):
     bucket_mib: PositiveInt = 64
     """Size of a packed bucket (MiB); each sender has two buckets in memory, each engine worker as well."""
     max_senders: PositiveInt = 1
-    """Limit of trainer ranks that send a share of the weights: the ranks of one copy of the policy always send, and
-    further data-parallel copies as far as the limit allows. Each sender has a group with each shard that it sends to:
-    over NCCL, whose broadcasts run one at a time, more copies only cost buffers in engines."""
+    """Largest number of trainer ranks that send weights: the ranks of one copy of the policy always send, and further
+    data-parallel copies as far as the limit allows. Each sender has a group with each shard that it sends to: over
+    NCCL, whose broadcasts run one at a time, more copies only cost buffers in engines."""
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off_text)] = "off"
-    """absolute: send only the elements that changed since the last version, each in 3.1 bytes, where at most 1 in 8
-    has changed. Optimizers with fp32 main weights record changes; else senders keep a copy of the last version, and
-    compare."""
+    """off: send whole weights. absolute: send only the new values of elements that changed since the last version,
+    each in 3.1 bytes, where at most 1 in 8 has changed. Optimizers with fp32 main weights record changes; else
+    senders keep a copy of the last version, and compare."""
     adapters: Literal["alone", "merged"] = "alone"
-    """Updates with policy.lora. alone: A and B, which engines compute beside the weights of policy.path. merged: the
-    weights W + alpha / rank B A, rounded to policy.dtype, with which engines decode as fast as without adapters.
-    Mixtures of experts require merged: vLLM's CPU kernels have no adapters of experts."""
+    """Content of weight updates with policy.lora. alone: A and B, which engines compute beside the weights of
+    policy.path. merged: the weights W + alpha / rank B A, rounded to policy.dtype, with which engines decode as fast
+    as without adapters. Mixtures of experts require merged: vLLM's CPU kernels have no adapters of experts."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     update from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

@@ -53,12 +53,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 def _checked_name(name: str) -> str:
     """The name of a run, which is also the name of the run's folder and Slurm job."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
+        raise ValueError(f"the name {name!r} is not allowed; take at most 100 letters, digits and . _ + = @ -")
     return name
 
 
 TEACHER = "teacher-"
-"""First characters of the name of a teacher's engine."""
+"""Prefix of the names of teachers' engines."""
 
 
 class Recipe(Section):
@@ -114,7 +114,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_tasks(cls, data: Any) -> Any:
-        """A task's environment and interruption begin with the recipe's."""
+        """Fill in the settings of a task's environment and interruption from the recipe's own sections."""
         prompts = data.get("prompts") if isinstance(data, Mapping) else None
         tasks = prompts.get("tasks") if isinstance(prompts, Mapping) else None
         if not isinstance(tasks, Mapping):
@@ -142,11 +142,12 @@ class Recipe(Section):
 
     @property
     def by_task(self) -> "list[Recipe]":
-        """[tasks] the recipe with each task's settings, sorted by name; [self] without prompts.tasks."""
+        """[tasks] copies of the recipe, one for each task with the task's settings, by name; [self] without
+        prompts.tasks."""
         return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
 
     def of_task(self, name: str) -> "Recipe":
-        """The recipe with the settings of a task of prompts.tasks in the recipe's sections."""
+        """A copy of the recipe in which the settings of one task replace those of the recipe's sections."""
         task = (self.prompts.tasks or {})[name]
         values = {key: value for key, value in task if value is not None}
         prompts = {key: values[key] for key in values.keys() & PromptsSection.model_fields}
@@ -168,7 +169,7 @@ class Recipe(Section):
 
     @property
     def episodes(self) -> bool:
-        """Whether an environment answers the policy, in any task."""
+        """Whether any task has episodes, in which an environment answers the policy."""
         return any(recipe.environment.name is not None for recipe in self.by_task)
 
     @property
@@ -265,12 +266,12 @@ class Recipe(Section):
             )
         if self.rewards.correct <= self.rewards.incorrect:
             raise ValueError(
-                f"rewards.correct: {self.rewards.correct:g} is not above rewards.incorrect "
-                f"{self.rewards.incorrect:g}, so that right answers would not be learned; raise it"
+                f"rewards.correct: {self.rewards.correct:g} is not greater than rewards.incorrect "
+                f"{self.rewards.incorrect:g}, so correct answers would not be learned; raise rewards.correct"
             )
         if r.max_in_flight < r.group_size:
             raise ValueError(
-                f"rollouts.max_in_flight: {r.max_in_flight} does not hold one group; use at least "
+                f"rollouts.max_in_flight: {r.max_in_flight} is less than one group; use at least "
                 f"group_size {r.group_size}"
             )
         if self.policy.adapter is not None and self.policy.lora is None:
@@ -305,7 +306,7 @@ class Recipe(Section):
         # the schema does not check options of Megatron-Core; only the agreement with the world size is checked here
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
-            raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; it is keep")
+            raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; rollouts.kv_cache is keep")
         return self
 
 
@@ -326,22 +327,22 @@ def _check_environment(recipe: Recipe) -> None:
         return
     if recipe.rollouts.deterministic:
         raise ValueError(
-            "rollouts.deterministic does not go with an environment: when its answers come decides which requests "
-            "share a batch; set it to false"
+            "rollouts.deterministic cannot be used with an environment, because the time of its answers decides "
+            "which requests share a batch; set rollouts.deterministic to false"
         )
     if recipe.prompts.prompt_template != "{prompt}":
         raise ValueError(
-            "prompts.prompt_template does not go with an environment, whose reset writes the first messages; write "
-            "it there"
+            "prompts.prompt_template cannot be used with an environment: its reset method writes the first "
+            "messages. Put the template's text there"
         )
     if section.thinking_tokens is not None and recipe.interruption.enabled is False:
         raise ValueError(
-            "environment.thinking_tokens needs interruption.enabled, which ends thinking; set it to true"
+            "environment.thinking_tokens needs interruption.enabled, which ends thinking; set that key to true"
         )
     if recipe.max_completion_tokens < recipe.max_turn_tokens:
         raise ValueError(
-            f"environment.episode_tokens: {section.episode_tokens} are fewer than the {recipe.max_turn_tokens} of "
-            "one turn (interruption.thinking_tokens[1] + interruption.answer_tokens); raise it, or shorten the turns"
+            f"environment.episode_tokens: {section.episode_tokens} is less than the {recipe.max_turn_tokens} tokens "
+            "of a turn (interruption.thinking_tokens[1] + interruption.answer_tokens); raise it, or shorten turns"
         )
 
 
@@ -389,14 +390,14 @@ def _check_colocation(recipe: Recipe) -> None:
 
 
 def _check_kl(recipe: Recipe) -> None:
-    """Raises ValueError for a divergence without a second policy, or with a layout that excludes one."""
+    """Raises ValueError for algorithm.kl without a second policy, or with settings that exclude algorithm.kl."""
     section = recipe.algorithm.kl
     if section is None:
         return
     if section.to == "base" and recipe.policy.lora is None:
         raise ValueError(
-            "algorithm.kl.to: base is the policy without its adapters, and policy.lora is not set; name a policy's "
-            "folder"
+            "algorithm.kl.to is base (the policy without adapters), but policy.lora is not set; set algorithm.kl.to "
+            "to a policy's folder"
         )
     stages = sizes_of(recipe.megatron.parallel).pp
     if stages > 1 or not recipe.trainer.loss_in_chunk or recipe.rollouts.routing_replay:
@@ -407,14 +408,15 @@ def _check_kl(recipe: Recipe) -> None:
 
 
 def _check_teachers(recipe: Recipe) -> None:
-    """Raises ValueError for teachers without a use, a task with no or several teachers, and excluded settings."""
+    """Raises ValueError for teachers that the algorithm does not use, for a task without exactly one teacher, and for
+    settings that exclude teachers."""
     teachers = recipe.algorithm.teachers
     if not teachers:
         if recipe.algorithm.name == "distilled":
             raise ValueError("algorithm.teachers is empty; name the folder of a teacher for algorithm.name distilled")
         return
     if recipe.algorithm.name == "scalerl":
-        raise ValueError("algorithm.teachers has no use in scalerl; set algorithm.name to distilled")
+        raise ValueError("algorithm.teachers has no effect in scalerl; set algorithm.name to distilled")
     if recipe.rollouts.temperature != 1 or recipe.rollouts.deterministic or recipe.engine.colocate:
         raise ValueError(
             "algorithm.teachers needs rollouts.temperature 1 (vLLM scores prompts at 1, whatever a request says), "
@@ -429,7 +431,7 @@ def _check_teachers(recipe: Recipe) -> None:
         of_task = [name for name, teacher in teachers.items() if task in (teacher.tasks or tasks)]
         if len(of_task) != 1:
             raise ValueError(
-                f"algorithm.teachers: the task {task!r} has the teachers {of_task}; give each task one, by `tasks`"
+                f"algorithm.teachers: the task {task!r} has the teachers {of_task}; a task needs exactly one"
             )
 
 
@@ -442,20 +444,20 @@ def _check_tasks(recipe: Recipe) -> None:
         raise ValueError("prompts.path is missing; name a file of prompts, or set prompts.tasks")
     if prompts.tasks is not None:
         if prompts.path is not None:
-            raise ValueError(f"prompts.path: {prompts.path} and prompts.tasks are both set; keep one of them")
+            raise ValueError(f"prompts.path ({prompts.path}) and prompts.tasks are both set; remove one key")
         if not prompts.tasks:
             raise ValueError("prompts.tasks is empty; name at least one task")
         if prompts.held_out_path is not None:
             raise ValueError(
-                f"prompts.held_out_path: {prompts.held_out_path} belongs to no task; in a mixture set "
+                f"prompts.held_out_path: {prompts.held_out_path} has no effect with prompts.tasks; set "
                 "prompts.tasks.NAME.held_out_path"
             )
     if any(task.interruption.phrase != recipe.interruption.phrase for task in recipe.by_task):
         raise ValueError(
-            "prompts.tasks.NAME.interruption.phrase differs from interruption.phrase; the policy learns one phrase, "
-            "which the warm start masks: leave it out of the task"
+            "prompts.tasks.NAME.interruption.phrase differs from interruption.phrase, but all tasks have to use the "
+            "same phrase, which the warm start masks; delete the task's key"
         )
     rewards = recipe.rewards
     tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
     if any((name or rewards.verifier) == "code" and not (memory or rewards.memory_mb) for name, memory in tasks):
-        raise ValueError("rewards.memory_mb is null, but the verifier code needs a limit of memory")
+        raise ValueError("rewards.memory_mb is null, but the verifier `code` needs a memory limit; set a number")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MICRO_BATCH_MULTIPLE = 128
-"""The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
+"""trainer.micro_batch_tokens, if not set, is rounded up to a multiple of this number (tokens)."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -20,7 +20,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def section_of(value: object) -> object:
-    """The section of an environment or algorithm that a recipe gives as a name alone."""
+    """Turn a name alone, such as `environment: module:Class`, into a section with this name."""
     if isinstance(value, str):
         return {"name": value}
     return value
@@ -38,7 +38,7 @@ The paper prints the trailing space before the tag."""
 
 
 AUTO: Final = "auto"
-"""Value of a setting that follows from tokenizer and prompts, which `prompts.chat.Chat.settled` fills in."""
+"""Value of a setting that is chosen by tokenizer and prompts; `prompts.chat.Chat.settled` fills in the choice."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -93,8 +93,8 @@ class InterruptionSection(Section):
     """
 
     enabled: bool | Literal["auto"] = AUTO
-    """False: thinking and answer share a budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
-    thinks in tags, false for a policy without tags."""
+    """Whether thinking is interrupted; if not, thinking and answer share thinking_tokens[1] + answer_tokens tokens.
+    auto: true for a policy that thinks in tags, false for a policy without tags."""
     thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
     """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
     by the paper: the point is drawn uniformly per completion from the run's seed."""
@@ -128,24 +128,24 @@ class EnvironmentSection(Section):
     """Thinking of earlier turns. keep: the context keeps thinking, whatever the chat template does. strip: where the
     chat template drops thinking, the context does, too, and the episode forks into several samples there."""
     max_turns: PositiveInt = 16
-    """Turns of the policy, or requests of an agent, after which an episode is truncated."""
+    """Number of turns of the policy, or of requests of an agent, after which an episode is truncated."""
     turn_tokens: PositiveInt | None = None
-    """Tokens of one turn of the policy. null: the rest of the episode's tokens."""
+    """Token limit of one turn of the policy. null: the rest of the episode's tokens."""
     episode_tokens: PositiveInt | None = None
-    """Tokens of an episode after the first prompt, of policy and environment together; of each conversation of an
-    agent beyond the number of tokens in the row's prompt. null: the length of a completion without an environment,
+    """Token limit of an episode after the first prompt, policy and environment together. For an agent: limit of each
+    conversation beyond the tokens of the row's prompt. null: the length of a completion without an environment,
     interruption.thinking_tokens[1] + answer_tokens."""
     thinking_tokens: PositiveInt | None = None
-    """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
+    """Limit of thinking in an episode (tokens), besides interruption.thinking_tokens of a turn. null: no limit."""
     timeout_s: PositiveFloat = 60.0
     """Wall-clock limit of one reset or step, or of an agent's time without a request (s)."""
     episode_timeout_s: PositiveFloat | None = None
     """Wall-clock limit of an episode (s), generation included, after which the episode is truncated: a limit favors
     short episodes. null: no limit."""
     workers: PositiveInt | None = None
-    """Processes, each with many episodes. null: a process for each CPU available to the controller, at most 8."""
+    """Number of processes, each with many episodes. null: one for each CPU of the controller, at most 8."""
     memory_mb: PositiveInt | None = None
-    """Address space of each process (MiB). null: no limit."""
+    """Limit of each process's address space (MiB). null: no limit."""
     variables: tuple[str, ...] = ()
     """Names of environment variables to pass to the processes, as rewards.variables."""
 
@@ -296,7 +296,7 @@ class RolloutsSection(Section):
 
     @property
     def batches_per_update(self) -> int:
-        """Batches from one weight update to the next: 1, or the batches of a phase."""
+        """Batches that are trained between two weight updates of the engines: 1, or the batches of a phase."""
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
     @property
@@ -315,7 +315,7 @@ class RolloutsSection(Section):
         if self.schedule == "pipeline" and self.updates_per_phase != default:
             raise ValueError(
                 f"updates_per_phase: {self.updates_per_phase} has no effect with schedule pipeline, where "
-                f"max_staleness_steps bounds the age; leave it at {default}"
+                f"max_staleness_steps limits staleness; leave updates_per_phase at {default}"
             )
         if self.batches_per_update > self.max_staleness_steps + 1:
             raise ValueError(
@@ -362,10 +362,10 @@ class RewardsSection(Section):
     completions are all correct may differ by the penalty: the zero-variance filter keeps such a group. null: no
     penalty."""
     workers: PositiveInt | None = None
-    """Verifier processes. null: a process for each CPU available to the controller, at most 8."""
+    """Number of verifier processes. null: one for each CPU available to the controller, at most 8."""
     concurrency: PositiveInt = 64
-    """Checks at once, in all processes together, of a verifier that is a coroutine function (docs/tasks.md). Repeats
-    after the death of a process come on top."""
+    """Largest number of concurrent checks, over all processes, of a verifier that is a coroutine function
+    (docs/tasks.md). Checks that are repeated after the death of a process are not counted."""
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond the limit the worker is killed and the completion is wrong (`timeout`).
     CPU time does not depend on the load of the machine. n different answers that all exceed the limit take
@@ -397,7 +397,7 @@ class KLSection(Section):
     """base: the policy without adapters (policy.lora). Else the Hugging Face folder of a frozen policy with the same
     tokenizer, which every rank holds beside the policy: a teacher, or the policy at the start of the run."""
     coefficient: PositiveFloat
-    """Factor of a token's divergence, beside the token's weight in the loss."""
+    """Coefficient of the divergence in the loss, in addition to each token's weight."""
     direction: Literal["reverse", "forward"] = "reverse"
     """reverse: KL(policy || second), as in DeepSeekMath's GRPO (arXiv 2402.03300, eq. 3) and on-policy distillation.
     forward: KL(second || policy)."""
@@ -479,7 +479,7 @@ class LossSection(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The options that differ from the loss's own defaults, by name."""
+        """The arguments by which the loss differs from the loss function's own defaults, by name."""
         options = self.model_dump(include={"max_is_weight", "clip_low", "clip_high"}, exclude_defaults=True)
         return self.options | options
 
@@ -520,9 +520,9 @@ class ValidationSection(Section):
     """Completions per prompt at step 0, which fixes the initial value of the forecast, and at the end of the run. The
     reported gain is the difference of these two validations. null: as `generations`."""
     engine: Literal["held", "all"] = "held"
-    """held: where a second engine serves, one engine keeps the version until the validation has ended, while the
-    trainer and all other engines go on. all: all engines generate, and the next weight update waits for the
-    validation. A single engine, deterministic, ppo_off_policy, and the start and the end of a run imply all."""
+    """Engines that generate a validation. held: one engine, which keeps the policy version until the end, while the
+    trainer and all other engines go on. all: every engine, and the next weight update waits for the validation.
+    A single engine, deterministic, ppo_off_policy, and the start and the end of a run imply all."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of interruption points."""
     audit: str | None = AUTO
@@ -547,7 +547,7 @@ class CheckpointSection(Section):
     checkpoint is committed between two steps, once all ranks have written. Each rank needs host memory for the rank's
     share of the checkpoint."""
     rollouts: Literal["keep", "resume"] = "keep"
-    """Fate of rollouts that no kept checkpoint needs for a resume: keep, or delete ("resume")."""
+    """Rollouts that stay on the disk. keep: all. resume: only rollouts that a kept checkpoint needs for a resume."""
 
 
 class ForecastSection(Section):
@@ -563,9 +563,9 @@ class CostSection(Section):
     """Prices, for the costs that `plan`, `report`, the page and `submit --status` print."""
 
     price_per_device_hour: PositiveFloat | None = None
-    """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: no costs are printed."""
+    """Price of one GPU for an hour (`currency`); on CPUs, of one process. null: no costs are printed."""
     currency: str = "USD"
-    """Currency that is printed behind every amount."""
+    """Currency that is printed after every amount."""
 
 
 class SftSection(Section):

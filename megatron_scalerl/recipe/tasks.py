@@ -1,11 +1,14 @@
-"""The tasks of a recipe, each with the task's own recipe. A recipe with `prompts.path` has one task."""
+"""The tasks of a recipe, each with a copy of the recipe that has the task's settings.
+
+A recipe with `prompts.path` has one task.
+"""
 
 from megatron_scalerl.recipe.recipe import Recipe
 from megatron_scalerl.recipe.sections import AUTO, PromptsSection, RewardsSection
 from megatron_scalerl.record import record
 
 AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
-"""Verifier -> the second judge that validation.audit: auto chooses, in the form of `rewards.verifier`."""
+"""The second judge that validation.audit auto chooses, in the form of `rewards.verifier`, by verifier."""
 
 
 @record
@@ -38,7 +41,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Key of the recipe's section with the prompts."""
+        """Key of the recipe's section that holds the task's prompts, for messages."""
         return f"prompts.tasks.{self.name}" if self.name else "prompts"
 
 

@@ -85,7 +85,7 @@ def test_a_good_folder_is_converted(source, tmp_path, capsys):
 
 def test_a_missing_shard(source, refused):
     (source / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors: this file does not exist" in refused()
+    assert "model-00002-of-00002.safetensors: this file is missing" in refused()
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
@@ -93,13 +93,13 @@ def test_a_truncated_shard(keep, source, refused):
     file = source / "model-00001-of-00002.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:keep])
-    assert f"{file}: it is not a complete safetensors file: " in refused()
+    assert f"{file}: this is not a complete safetensors file: " in refused()
 
 
 def test_an_index_with_a_tensor_that_its_file_lacks(source, refused):
     edit_json(source / INDEX, lambda c: c["weight_map"].update({"model.ghost": "model-00001-of-00002.safetensors"}))
     said = refused()
-    assert f"{INDEX}: " in said and "model.ghost, which model-00001-of-00002.safetensors" in said
+    assert f"{INDEX}: " in said and "model-00001-of-00002.safetensors does not contain the tensor model.ghost" in said
 
 
 def test_missing_tensors_are_listed(source, refused):
@@ -109,7 +109,7 @@ def test_missing_tensors_are_listed(source, refused):
     assert {p.name for p in source.glob("*.safetensors")} == kept  # without an index every file counts
     said = refused()
     names = [f"model.layers.3.self_attn.{p}_proj.weight" for p in "qkvo"]
-    assert f"{source}: the folder has no tensor {', '.join(names)}" in said
+    assert f"{source}: the folder lacks tensors of the policy: {', '.join(names)}" in said
 
 
 NORM = "model.norm.weight"
@@ -122,10 +122,10 @@ KEYS = "model.layers.3.self_attn.k_proj.weight"
         (
             lambda t: {"model.extra": torch.ones(2), "score.weight": torch.ones(2)},
             (),
-            ": a llama does not have the tensors model.extra, score.weight",
+            ": a llama policy does not have the tensors model.extra, score.weight",
         ),
-        (lambda t: {NORM: torch.ones(63)}, (), f"{NORM}: its shape is [63], and config.json says [64]"),
-        (lambda t: {NORM: torch.ones(64).double()}, (), f"{NORM}: expected one of F32, BF16, F16, found F64"),
+        (lambda t: {NORM: torch.ones(63)}, (), f"{NORM}: the tensor has shape [63], but config.json says [64]"),
+        (lambda t: {NORM: torch.ones(64).double()}, (), f"{NORM}: the type F64 is not supported, only"),
         (lambda t: {KEYS: t[KEYS].bfloat16()}, (), "types: BF16, F32"),
         (lambda t: {NORM: torch.full((64,), 1e6)}, ("--dtype", "float16"), f"{NORM}: the tensor has NaN or Inf"),
     ],
@@ -138,12 +138,12 @@ def test_tensors_that_the_policy_cannot_have(changes, options, line, source, ref
 
 def test_a_config_that_disagrees_with_the_shapes(source, refused):
     edit_json(source / "config.json", lambda c: c.update(intermediate_size=96))
-    assert "mlp.gate_proj.weight: its shape is [128, 64], and config.json says [96, 64]" in refused()
+    assert "mlp.gate_proj.weight: the tensor has shape [128, 64], but config.json says [96, 64]" in refused()
 
 
 def test_an_unsupported_architecture_lists_the_supported_ones(source, refused):
     edit_json(source / "config.json", lambda c: c.update(model_type="mamba"))
-    assert "model_type 'mamba' is not supported: it has state-space layers (mamba); supported are " in refused()
+    assert "model_type 'mamba' is not supported: the model has state-space layers (mamba); supp" in refused()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -161,7 +161,7 @@ def test_weights_that_are_not_finite(bad, source, refused, tmp_path, capsys):
 def test_an_output_that_exists_is_not_touched(source, refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("x")
-    assert f"{tmp_path / 'out'}: this path exists, and nothing is overwritten" in refused()
+    assert f"{tmp_path / 'out'}: this path exists already, and is not overwritten" in refused()
     assert (tmp_path / "out/precious").read_text() == "x"
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_without_its_last_file(megatron, refused):
     (megatron / "metadata.json").unlink()
     (megatron / "COMMIT").unlink()
     said = refused(command="to-hf", origin=megatron)
-    assert f"{megatron}: " in said and "metadata.json and .metadata" in said
+    assert f"{megatron}: " in said and "metadata.json or .metadata" in said
 
 
 def test_a_bit_that_flipped_on_the_disk(megatron, refused):
@@ -217,13 +217,13 @@ def test_a_bit_that_flipped_on_the_disk(megatron, refused):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     said = refused(command="to-hf", origin=megatron)
-    assert "__0_0.distcp: its content is not what was committed" in said
+    assert "__0_0.distcp: the content has changed" in said
     # a file of more than 16 MiB has no digest there
     commit = json.loads((megatron / "COMMIT").read_text())
     del commit["sha256"]["__0_0.distcp"]
     (megatron / "COMMIT").write_text(json.dumps(commit))
     said = refused(command="to-hf", origin=megatron)
-    assert "its checksum is " in said and " was recorded" in said
+    assert "the checksum is " in said and " was recorded" in said
 
 
 def test_a_difference_is_named(megatron, source, capsys):
@@ -237,9 +237,9 @@ def test_a_difference_is_named(megatron, source, capsys):
     [
         (
             dict(num_key_value_heads=4, head_dim=16),
-            "weight: its shape is [4, 128, 64], and the config says [4, 192, 64]",
+            "weight: the checkpoint has shape [4, 128, 64], but the config says [4, 192, 64]",
         ),
-        (dict(num_hidden_layers=3), "layer_norm_weight: its shape is [4, 64], and the config says [3, 64]"),
+        (dict(num_hidden_layers=3), "layer_norm_weight: the checkpoint has shape [4, 64], but the config"),
     ],
 )
 def test_a_checkpoint_of_another_config(megatron, refused, change, shapes):
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_another_config(megatron, refused, change, shapes):
 def test_a_stock_checkpoint_without_its_origin(megatron, refused):
     (megatron / "conversion.json").unlink()
     (megatron / "COMMIT").unlink()
-    assert "name the Hugging Face folder that it came from (--like)" in refused(command="to-hf", origin=megatron)
+    assert "name the policy's original Hugging Face folder with --like" in refused(command="to-hf", origin=megatron)
 
 
 def test_a_folder_without_a_checkpoint(refused, tmp_path):

@@ -45,7 +45,7 @@ def test_a_head_that_repeats_the_embedding_is_fine(policy, tmp_path):
 FAULTS = {
     "another head": ({HEAD: lambda w: w[EMBEDDING] + 1e-6}, "config.json ties the head to the embedding"),
     "a head of another type": ({HEAD: lambda w: w[EMBEDDING].half()}, "config.json ties the head to the embedding"),
-    "a missing tensor": ({EMBEDDING: lambda w: None}, "has no tensor model.embed_tokens.weight"),
+    "a missing tensor": ({EMBEDDING: lambda w: None}, "lacks tensors of the policy: model.embed_tokens.weight"),
     "quantized": ({"config": lambda w: {"quantization_config": {"quant_method": "fp8"}}}, r"are quantized \(fp8\)"),
 }
 

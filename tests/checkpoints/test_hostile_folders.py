@@ -93,13 +93,13 @@ def test_a_metadata_file_with_a_call_in_it(where, folder, marker, refused):
     call = Evil(marker)
     edit_metadata(folder, lambda m: setattr(m, where, {"a": call}) if where else call)
     said = refused()
-    assert said.startswith(f"{folder}/.metadata: ") and "the name posix.mkdir is not allowed" in said
+    assert said.startswith(f"{folder}/.metadata: ") and "the pickled name posix.mkdir is not allowed" in said
 
 
 def test_a_tensor_that_calls(folder, marker, refused):
     place(folder, first_key(folder, objects=False), saved(Evil(marker)))
     said = refused()
-    assert "/__99_0.distcp: the bytes from 0 on " in said and "the name posix.mkdir is not allowed" in said
+    assert "/__99_0.distcp: cannot read " in said and "the pickled name posix.mkdir is not allowed" in said
 
 
 def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp_path):
@@ -119,12 +119,12 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
         (("/etc/passwd", 0, 10), "at `$.storage_data[...].relative_path`"),
         (("__0_0.distcp", -5, 10), "Expected `int` >= 0 - at `$.storage_data[...].offset`"),
         (("__0_0.distcp", 0, -1), "Expected `int` >= 0 - at `$.storage_data[...].length`"),
-        (("__0_0.distcp", 0, 10**12), "and .metadata names 1000000000000"),
-        (("__0_0.distcp", 10**12, 10), "and .metadata names 1000000000010"),
+        (("__0_0.distcp", 0, 10**12), "but .metadata places a value up to byte 1000000000000"),
+        (("__0_0.distcp", 10**12, 10), "but .metadata places a value up to byte 1000000000010"),
         (("__0_0.distcp", 10**18, 10), "at `$.storage_data[...].offset`"),
         (("__0_0.distcp", 0, "10"), "Expected `int`, got `str` - at `$.storage_data[...].length`"),
         (("none.distcp", 0, 10), "none.distcp: this file of the checkpoint is missing"),
-        (("__0_0.distcp", 3, 100), "__0_0.distcp: the bytes from 3 on are not a saved tensor: they are no archive"),
+        (("__0_0.distcp", 3, 100), "__0_0.distcp: cannot read a saved tensor from byte 3 on: no archive"),
     ],
 )
 def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
@@ -138,21 +138,21 @@ def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
 def test_links_out_of_the_folder(name, folder, refused):
     shutil.move(folder / name, folder.parent / "elsewhere")
     (folder / name).symlink_to(folder.parent / "elsewhere")
-    assert refused().startswith(f"{folder / name}: it is a link")
+    assert refused().startswith(f"{folder / name}: this path is a symbolic link")
 
 
 def test_a_pipe_does_not_block(folder, refused):
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "__0_0.distcp")
     (folder / "COMMIT").unlink()
-    assert refused(like=False).endswith("__0_0.distcp: it is not a regular file")
+    assert refused(like=False).endswith("__0_0.distcp: this path is not a regular file")
 
 
 def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
     (folder.parent / "secret").write_text("secret")
     (folder / "hugging_face/chat_template.jinja").symlink_to(folder.parent / "secret")
     recommit(folder)
-    assert "hugging_face/chat_template.jinja: it is a link" in refused(like=False)
+    assert "hugging_face/chat_template.jinja: this path is a symbolic link" in refused(like=False)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
     [
         (
             lambda c: c["shards"][0].update(file="../../escaped.safetensors"),
-            "is not the name of a file in the folder",
+            "is not a plain file name",
         ),
-        (lambda c: c["shards"][0].update(file=ELSEWHERE), "is not the name of a file in the folder"),
+        (lambda c: c["shards"][0].update(file=ELSEWHERE), "is not a plain file name"),
         (lambda c: c["shards"][0].update(file="config.json"), r": config.json is not the name of a *.safetensors"),
-        (lambda c: c["shards"][0]["tensors"].append("ghost"), "does not hold 'ghost'"),
+        (lambda c: c["shards"][0]["tensors"].append("ghost"), "lacks 'ghost'"),
         (lambda c: c.pop("shards"), "missing required field `shards`"),
         (lambda c: c.update(tensors=[]), "Expected `object`, got `array` - at `$.tensors`"),
-        (lambda c: c.update(copies={"a": "ghost"}), ": a is a copy of 'ghost'"),
+        (lambda c: c.update(copies={"a": "ghost"}), ": a was recorded as a copy of 'ghost'"),
         (lambda c: c.update(tensors={"a": {}}), "missing required field `dtype` - at `$.tensors[...]`"),
         (lambda c: c.update(index_metadata=3), "Expected `object | null`, got `int` - at `$.index_metadata`"),
     ],

@@ -34,16 +34,16 @@ def test_blocks_that_a_machine_left_empty_are_cut(tmp_path):
 def test_a_broken_row_in_the_middle_is_named(tmp_path):
     path = tmp_path / "f.jsonl"
     path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
-    with refused(r"f.jsonl line 2: it is not a JSON object"):
+    with refused(r"f.jsonl line 2: the line is not a JSON object"):
         read_jsonl(path)
     path.write_text('{"a": 1}\n7\n')
-    with refused(r"f.jsonl line 2: it is not a JSON object but of type int"):
+    with refused(r"f.jsonl line 2: the line has to be a JSON object, not a int"):
         read_jsonl(path)
 
 
 def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "validation.jsonl")
-    with refused(r"validation\.jsonl: it is not a file"):
+    with refused(r"validation\.jsonl: this path is not a regular file"):
         read_jsonl(tmp_path / "validation.jsonl")
 
 

@@ -19,16 +19,16 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path):
     with open_plain(folder, "plain") as file:
         assert file.read() == b"text"
     for name, found in {
-        "link": "it is a link",
-        "inner": "it is a link",
-        "pipe": "it is not a regular file",
-        "sub": "it is not a regular file",
+        "link": "this path is a symbolic link",
+        "inner": "this path is a symbolic link",
+        "pipe": "this path is not a regular file",
+        "sub": "this path is not a regular file",
         "none": "this file of the checkpoint is missing",
-        "../outside": "is not the name of a file",
-        str(outside): "is not the name of a file",
-        "..": "is not the name of a file",
-        "": "is not the name of a file",
-        "a\0b": "is not the name of a file",
+        "../outside": "is not a plain file name",
+        str(outside): "is not a plain file name",
+        "..": "is not a plain file name",
+        "": "is not a plain file name",
+        "a\0b": "is not a plain file name",
     }.items():
         with pytest.raises(ValueError, match=found):
             open_plain(folder, name)

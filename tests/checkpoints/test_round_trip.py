@@ -183,7 +183,7 @@ def test_another_type_is_rounded_once_and_set_in_the_config(policies, tmp_path):
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     verify(source, tmp_path / "megatron", Options(dtype="BF16"))
-    with refused(r" is BF16 .*, and F32 "):
+    with refused(r" is BF16 .*, but F32 "):
         verify(source, tmp_path / "megatron")
 
 

@@ -41,7 +41,7 @@ def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
     lines = printed(tiny, capsys, f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=true").splitlines()
     closed = "thinking is closed by '</think>', as the warm start has it"
     assert lines[0].startswith(
-        "prompts: rows of text take the tokenizer's chat template (it ends answers with nothing"
+        "prompts: rows of text take the tokenizer's chat template (the template ends answers with nothing"
     )
     assert lines[0].endswith(closed)
     assert lines[1].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")

@@ -232,14 +232,14 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported for llama"),
         (Glm4MoeConfig, {"rope_parameters": {**YARN}}, "partial_rotary_factor: 0.5 is not supported .* with yarn"),
         (Glm4MoeConfig, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
-        (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace: it has to be 1"),
+        (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace has to be 1"),
         (Glm4MoeLiteConfig, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types: .* is not supported"),
-        (MiniMaxM2Config, {"use_routing_bias": False}, "use_routing_bias: it has to be True"),
-        (MiniMaxM2Config, {"partial_rotary_factor": 0.75}, "rotary_dim: it has to be 6"),
+        (MiniMaxM2Config, {"use_routing_bias": False}, "use_routing_bias has to be True"),
+        (MiniMaxM2Config, {"partial_rotary_factor": 0.75}, "rotary_dim has to be 6"),
         (OlmoeConfig, {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 is not supported, only 1e-05"),
         (Exaone4Config, {"sliding_window": 8}, "sliding_window: 8 is not supported, only None"),
         (Ernie4_5Config, {"use_bias": True}, "use_bias: True is not supported"),
-        (LlamaConfig, {"quantization_config": {"quant_method": "awq"}}, r"\(awq\); take the bf16 release that they"),
+        (LlamaConfig, {"quantization_config": {"quant_method": "awq"}}, r"\(awq\); take the bf16 release from"),
         (Qwen3Config, {"is_causal": False}, "config.json: is_causal: False is not supported, only True"),
         (Qwen2Config, FP8, r"config.json: the weights are quantized \(fp8\); take the policy's bf16 release"),
         (MistralConfig, {}, "config.json: sliding_window: 4096 is not supported, only None or 0"),
@@ -251,28 +251,28 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         (
             Qwen3Config,
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has full_attention, sliding_attention; ",
+            "layer_types: found full_attention, sliding_attention; ",
         ),
         (
             Qwen3MoeConfig,
             {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "num_experts_per_tok: 1 is too few with normalized",
+            "num_experts_per_tok: 1 is too few: the normalized",
         ),
         (Llama4TextConfig, {"num_experts_per_tok": 2}, "num_experts_per_tok: 2 is not supported, only 1"),
         (
             Llama4TextConfig,
             {"rope_parameters": YARN},
-            "rope_type: 'yarn' is not supported with layers without rotary",
+            "rope_type: 'yarn' is not supported for a policy in which",
         ),
         (
             SmolLM3Config,
             {"rope_parameters": YARN, "no_rope_layers": [1, 0]},
-            "'yarn' is not supported with layers with",
+            "'yarn' is not supported for a policy in",
         ),
         (
             SmolLM3Config,
             {"no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
-            "no_rope_layers: it says so of 1 layers",
+            "no_rope_layers has 1 entries",
         ),
         (SmolLM3Config, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         (LlamaConfig, {"qkv_bias": True}, "qkv_bias: True is not supported"),
@@ -287,12 +287,12 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
             for keys, line in (
                 ({"rope_interleave": False}, "rope_interleave: False is not supported"),
                 ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
-                ({"scoring_func": "softmax"}, "scoring_func: .*'sigmoid'"),
-                ({"topk_method": None}, "topk_method: .*'noaux_tc'"),
+                ({"scoring_func": "softmax"}, "scoring_func .*'sigmoid'"),
+                ({"topk_method": None}, "topk_method .*'noaux_tc'"),
                 ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too few"),
                 ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
                 (FP8, r"are quantized \(fp8\)"),
-                ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: mscale and mscale_all_dim"),
+                ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: set both mscale and mscale_all_dim"),
                 ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor"),
                 ({"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "mscale and mscale_all_dim"),
                 ({"rope_parameters": YARN | {"truncate": False}}, "rope_scaling: truncate"),
@@ -301,8 +301,8 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
                 ({"head_dim": 2}, "head_dim: 2 is not supported, only 4"),
                 ({"tie_word_embeddings": True}, "tie_word_embeddings: True is not supported"),
                 ({"index_topk": 64}, "index_topk: 64 is not supported"),
-                ({"num_experts_per_tok": None}, "num_experts_per_tok: it has to be at least 1"),
-                ({"n_group": 4, "topk_group": None}, "topk_group: it has to be at least 1"),
+                ({"num_experts_per_tok": None}, "num_experts_per_tok has to be at least 1"),
+                ({"n_group": 4, "topk_group": None}, "topk_group has to be at least 1"),
             )
         ),
     ],
@@ -319,35 +319,35 @@ def test_other_unknown_keys_change_nothing():
     assert [rule.megatron for rule in plain.rules] == [rule.megatron for rule in more.rules]
 
 
-KNOWN = f"supported are {', '.join(FAMILIES)}; adding a family: docs/families.md"
+KNOWN = f"supported are {', '.join(FAMILIES)}; docs/families.md says how to add a family"
 
 
 def test_unknown_and_broken_configs_are_one_line(tmp_path):
     unknown = PretrainedConfig()
     unknown.model_type = "mamba"
-    with refused(rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
+    with refused(rf"'mamba' is not supported: the model has state-space layers \(mamba\); {KNOWN}"):
         family(unknown)
     path = tmp_path / "config.json"
     for text, line in (
         (
             '{"model_type": "new", "layer_types": 5}',
-            rf"'new' is not supported: it has modules that nobody has compared .*; {KNOWN}",
+            rf"'new' is not supported: the model has modules that have not been compared .*; {KNOWN}",
         ),
-        ('{"model_type": "new", "own": 0}', rf"'new' is not supported: it has the keys own; {KNOWN}"),
-        ('{"own": 1}', rf"model_type None is not supported: it has the keys own; {KNOWN}"),
-        ("[]", r"config.json: a config is a JSON object, and this file has a list"),
+        ('{"model_type": "new", "own": 0}', rf"'new' is not supported: the model has the keys own; {KNOWN}"),
+        ('{"own": 1}', rf"model_type None is not supported: the model has the keys own; {KNOWN}"),
+        ("[]", r"config.json: the file has to hold a JSON object, not a list"),
         *(
-            (text % 10**9, r"config.json: \w+: 1,000,000,000 is more than any model has; at most 10,000 are read")
+            (text % 10**9, r"config.json: \w+: 1,000,000,000 is too large; at most 10,000 are accepted")
             for text in (
                 '{"model_type": "llama", "num_hidden_layers": %d}',
                 '{"model_type": "qwen3_moe", "num_experts": %d}',
                 '{"model_type": "llama4", "text_config": {"num_local_experts": %d}}',
             )
         ),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too few"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too small"),
         ('{"model_type": "llama", "rope_scaling": {"type": "yarn"}}', "Missing required keys .*'yarn': {'factor'}"),
-        ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' is LlamaForCausalLM"),
-        ("{", r"config.json: it is not JSON: Expecting property name"),
+        ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' means LlamaForCausalLM"),
+        ("{", r"config.json: the file is not valid JSON: Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
         path.write_text(text)

@@ -77,7 +77,7 @@ def test_both_dialects_are_read():
     "parameters, line",
     [
         (dict(rope_type="longrope"), "rope_type: expected one of default, linear, llama3, yarn, found 'longrope'"),
-        (dict(rope_type="linear"), "the rope scaling lacks factor; it has "),
+        (dict(rope_type="linear"), "rope_scaling lacks factor; the keys are "),
         (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor: 0.5 is not supported"),
     ],
 )

@@ -88,7 +88,7 @@ REFUSED = {
         QWEN3,
         {"template_arguments": {"enable_thinking": False}},
         r"ends with </think>, so the policy could not think; .* such as enable_thinking "
-        r"\(to train it so: prompts\.think_start and think_end empty, and interruption\.enabled false",
+        r"\(or train without thinking: prompts\.think_start and think_end empty, and interruption\.enabled false",
     ),
     "thinks on demand": (
         TURNS + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}",
@@ -98,7 +98,7 @@ REFUSED = {
     "no system": (
         R1_DISTILL,
         {"system": "Be brief."},
-        r"prompts\.system: the chat template leaves the system message out",
+        r"prompts\.system is set, but the chat template leaves the system message out",
     ),
     "other tags": (MAGISTRAL, {}, r"prompts\.think_end: .*thinks in '\[THINK\]' and '\[/THINK\]', not in '<think>'"),
     "channels": (GPT_OSS, {}, re.escape(GPT_OSS_END)),

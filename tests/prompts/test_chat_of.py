@@ -52,13 +52,13 @@ DECIDED = {
     "base, tokens": case(None, tokens=("[THINK]", "[/THINK]"), messages=False, takes=False),
     "the recipe's": case(QWEN3, think_start="", think_end=""),
     "the recipe's closing tag": case(
-        None, ("", "</t>"), "is in no chat", messages=False, takes=False, think_end="</t>"
+        None, ("", "</t>"), "is missing in chat", messages=False, takes=False, think_end="</t>"
     ),
     "the recipe's, as the prompt asks": case(
         CHATML, ("", "</think>"), "as the prompt has it", think_end="</think>", system="Think, then </think>"
     ),
     "the recipe's, taught elsewhere": case(
-        None, ("<t>", "</t>"), "is in no chat", messages=False, takes=False, think_start="<t>", think_end="</t>"
+        None, ("<t>", "</t>"), "is missing in chat", messages=False, takes=False, think_start="<t>", think_end="</t>"
     ),
     "the recipe's opening tag": case(QWEN3, ("", "</think>"), "'</think>'", think_start=""),
 }
@@ -90,7 +90,7 @@ def test_rows_of_text_take_the_template_whose_turns_end_as_the_policys_completio
     tokenizer = tokenizer_with(template, THINK, end="<|endoftext|>" if inherited else end)
     chat = chat_of(tokenizer, PromptsSection(), messages=False, end_ids=[tokenizer.eos_token_id])
     assert chat.chat_template is not inherited
-    assert (f"it ends answers with {end}, which is no end token" in chat.why) is inherited
+    assert (f"the template ends answers with {end}, which is no end token" in chat.why) is inherited
     # an inherited template teaches its policy no tags either, and the user is asked
     thinks = THINK if case == "R1 distill" and not inherited else NONE
     assert (chat.think_start, chat.think_end) == thinks
@@ -111,7 +111,7 @@ def test_end_tokens_of_the_folder_tell_of_conversations_too(tmp_path):
 @pytest.mark.parametrize("warm_start", ["", "2</done>3"])
 def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
     prompts = PromptsSection(**settings)
-    with refused(rf"^prompts\.think_end is '{prompts.think_end}', which is in no"):
+    with refused(rf"^prompts\.think_end is '{prompts.think_end}', which is missing in"):
         chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
 
 

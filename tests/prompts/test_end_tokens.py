@@ -38,7 +38,7 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
         ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; it has to be"),
         ({"eos_token_id": [2, True]}, r"eos_token_id is \[2, True\]; it has to be"),
         ([], "the file holds a list"),
-        ("{", "this is not JSON: "),
+        ("{", "the file is not valid JSON: "),
     ],
 )
 def test_an_invalid_token_id_is_refused(tmp_path, content, line):

@@ -67,7 +67,7 @@ def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
         (prompt,) = load(tokenizer, str(tmp_path / name)).training
         assert prompt.answer in ("3/4", "0.75")
     (tmp_path / "k.json").write_text(json.dumps({"version": 1, "rows": [row]}, indent=1))
-    with refused("no known layout has its columns, version, rows"):
+    with refused("no known layout fits the columns version, rows"):
         load(tokenizer, str(tmp_path / "k.json"))
 
 
@@ -75,7 +75,7 @@ def test_settings_name_columns_and_paths_into_them(prompts_of):
     row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
     loaded = prompts_of([row], prompt_column="q.text", answer_column="meta.truth")
     assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
-    with refused(r"several layouts fit, .*: set prompts\.preset to .*prompt/key.*or name columns"):
+    with refused(r"several layouts fit, .*; set prompts\.preset to .*prompt/key"):
         prompts_of([{"prompt": ASK, "question": "1+1?", "key": "3/4"}], answer_column="key")
     tests = [{**rows("DeepCoder")[0], "starter_code": "def add(a, b):"}]
     code = prompts_of(tests, "code", answer_column="tests")
@@ -87,7 +87,7 @@ def test_settings_name_columns_and_paths_into_them(prompts_of):
 @pytest.mark.parametrize("wrong", ["Incorrect Answer 1", "distractor1"])
 def test_choices_in_columns_of_their_own_are_said(wrong, prompts_of):
     row = {"Question": "Which is prime?", "Correct Answer": "7", wrong: "4"}
-    with refused("write all choices into one column, choices, and the letter of the right"):
+    with refused("write all choices into a column `choices`, and the letter of the right"):
         prompts_of([row])
 
 
@@ -110,7 +110,7 @@ def test_an_ambiguous_file_names_the_presets(prompts_of):
 def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(prompts_of):
     with refused(r"layout taco: .*: these rows are for the verifier code, but rewards.verifier is m"):
         prompts_of(rows("APPS")[:1])
-    with refused(r"no known layout has its columns, q, a; .*docs/prompts\.md lists"):
+    with refused(r"no known layout fits the columns q, a; .*docs/prompts\.md lists"):
         prompts_of([{"q": ASK, "a": "1"}])
 
 
@@ -121,7 +121,7 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
     assert len(prompts_of(mixed, "code").training) == 1
     others = prompts_of([math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
     assert len(others.reports[0].unusable) == 9
-    with refused("there is no prompt: all rows are for other verifiers"):
+    with refused("no prompts found: all rows need another verifier"):
         prompts_of([code], preset="intellect")
 
 
@@ -143,9 +143,7 @@ def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
         with refused(rf"{name}: .*(damaged|not)"):
             load(tokenizer, str(tmp_path / name))
     (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
-    assert (
-        "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
-    )
+    assert "line 3: the line has 3 values for 2" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
 
 
 def test_packed_tests_are_read_and_not_run(prompts_of):

@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_prompts(name, tmp_path, read):
     assert prompts.training[0].token_ids == (1, 13, 20, 16, 8, 19, 3)
     assert prompts.lines() == [
         f"prompts: {tmp_path / name}: layout prompt/answer: question in prompt, reference in answer",
-        f"prompts: {tmp_path / name}: the policy does not see level",
+        f"prompts: {tmp_path / name}: these columns are not in the prompt: level",
         "prompts: 2 rows, 2 to train on, 0 held out",
     ]
 
@@ -202,7 +202,7 @@ BROKEN_FILES = {
         '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}',
         r"line 1: the value of 'source' is not JSON data",
     ),
-    "other ending": ("p.txt", "prompt,answer", r"p\.txt: .*its name has to end in \.jsonl, "),
+    "other ending": ("p.txt", "prompt,answer", r"p\.txt: .*file names have to end in \.jsonl, "),
     "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: the Parquet file cannot be read: "),
 }
 
@@ -298,5 +298,5 @@ def test_a_file_that_holds_far_more_than_its_size_is_refused(tmp_path, monkeypat
         Row(where=ANY, values={"prompt": "1+1=", "answer": "2"})
     ], "one of 256 MiB and less may"
     monkeypatch.setattr(sources, "LEAST_BOUND", 10**6)
-    with refused(rf"{name}: the file holds more than [\d,]+ bytes, far more than texts"):
+    with refused(rf"{name}: the unpacked content exceeds [\d,]+ bytes, too much for a"):
         list(read_rows(tmp_path / name))

@@ -63,10 +63,7 @@ REFUSED = {
         place: ({**PLAIN, "problem": f"{ASK} {place}"}, "the question shows .*the policy reads text")
         for place in PLACES
     },
-    **{
-        name: ({**PLAIN, name: [{"name": "f"}]}, f"'{name}' cannot be used: they need an environment")
-        for name in TOOLS
-    },
+    **{name: ({**PLAIN, name: [{"name": "f"}]}, f"'{name}' cannot be used: tools and documents") for name in TOOLS},
     "bytes": ({**PLAIN, "image": {"bytes": "abc", "path": None}}, "'image' cannot be used"),
     "NeMo Gym with tools": (
         {"responses_create_params": {"input": USER, "tools": [{"name": "f"}]}, "expected_answer": "3/4"},
@@ -84,14 +81,14 @@ REFUSED = {
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "3/4"},
         "every message in 'prompt' has to have a role and a text",
     ),
-    "no such letter": ({**TWO, "answer": "C"}, "'answer' is 'C', which names no single choice"),
-    "no such text": ({**TWO, "answer": "9"}, "names no single choice"),
-    "no such number": ({**TWO, "answer": 3}, "names no single choice"),
-    "a number as text": ({**TWO, "answer": "1"}, "names no single choice"),
-    "two letters": ({**TWO, "answer": "A, B"}, "names no single choice"),
-    "two answers": ({**TWO, "answer": ["A", "B"]}, "names no single choice"),
-    "equal choices": ({**TWO, "options": ["7", "7"], "answer": "7"}, "names no single choice"),
-    "number or text": ({**TWO, "options": ["1", "0", "5"], "answer": 1}, "names no single choice"),
+    "no such letter": ({**TWO, "answer": "C"}, "'answer' is 'C', which is not exactly one"),
+    "no such text": ({**TWO, "answer": "9"}, "is not exactly one of the choices"),
+    "no such number": ({**TWO, "answer": 3}, "is not exactly one of the choices"),
+    "a number as text": ({**TWO, "answer": "1"}, "is not exactly one of the choices"),
+    "two letters": ({**TWO, "answer": "A, B"}, "is not exactly one of the choices"),
+    "two answers": ({**TWO, "answer": ["A", "B"]}, "is not exactly one of the choices"),
+    "equal choices": ({**TWO, "options": ["7", "7"], "answer": "7"}, "is not exactly one of the choices"),
+    "number or text": ({**TWO, "options": ["1", "0", "5"], "answer": 1}, "is not exactly one of the choices"),
     "several answers": ({"problem": ASK, "answer": ["3/4", "0.75"]}, "has 2 reference answers"),
     "an empty tag": ({"problem": ASK, "answer": "3/4 <answer></answer>"}, "'answer' is an empty text"),
 }
@@ -109,7 +106,7 @@ def test_tests_that_others_judge_are_refused_and_counted(column, prompts_of):
     [row] = rows("codeforces")
     loaded = prompts_of([row, {**row, column: "import sys"}], "code")
     (line,) = loaded.reports[0].unusable
-    assert line.endswith(f"line 2: '{column}' cannot be used: outputs have to equal the expected ones")
+    assert line.endswith(f"'{column}' cannot be used: only tests with fixed expected outputs are supported")
 
 
 @pytest.fixture
@@ -136,12 +133,12 @@ UNSEEN = (
 @pytest.mark.parametrize("column", UNSEEN)
 def test_columns_that_are_not_shown_are_said(column, said):
     rows = [{**PLAIN, column: ["It is odd."], "note": None, "level": "", "tags": [], "part": "1/2"}]
-    assert said(rows) == [f"the policy does not see {column}"]
+    assert said(rows) == [f"these columns are not in the prompt: {column}"]
 
 
 def test_what_is_no_text_of_a_context_is_said(said):
     row = {"question": ASK, "context": {"title": ["Sums"]}, "options": [{"label": "A", "text": "4"}], "answer": "3/4"}
-    assert said([row]) == ["the policy does not see context, options"]
+    assert said([row]) == ["these columns are not in the prompt: context, options"]
 
 
 def test_several_references_of_a_question_and_equal_ones_are_said(said):
@@ -151,7 +148,7 @@ def test_several_references_of_a_question_and_equal_ones_are_said(said):
         {**PLAIN, "answer": "2"},
         {"problem": "What is 1 + 1?", "answer": "2"},
     ]
-    line = "3 rows have the question of another row, and another reference"
+    line = "3 rows repeat the question of another row with a different reference"
     assert said(several) == [line]
     equal = [{"problem": f"What is {number} - {number}?", "answer": "0"} for number in range(3)]
     assert said(equal) == ["all references are '0'"]

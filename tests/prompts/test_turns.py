@@ -125,7 +125,7 @@ def test_a_turn_that_keeps_its_thinking_is_there_as_it_was_sampled():
 
 def test_a_template_that_opens_earlier_turns_otherwise_is_refused_where_it_matters():
     source = CHATML.replace("{{ m.content", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content")
-    with refused(r"opens them otherwise than the prompt, which ends with .*assistant.n<think>"):
+    with refused(r"opens later turns differently from the first, which starts with .*assistant.n<think>"):
         renderer(source, thinking="strip")
     tokenizer, turns = renderer(source)
     ids, _ = turns.next(AB, [past(tokenizer, "7", thought="t")])
@@ -335,6 +335,6 @@ def test_a_template_that_renders_a_message_by_what_came_before_is_refused_at_tha
     said = [past(tokenizer, "7<|im_end|>")] * 3
     messages = [user("a"), user("b"), user("c"), user("d")]
     assert len(contexts(turns, messages[:3], said)) == 3
-    problem = "renders the messages before turn 4 differently by what came before them"
+    problem = "renders the messages before turn 4 differently after other messages"
     with refused(re.escape(problem)):
         turns.next(messages, said)

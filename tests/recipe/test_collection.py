@@ -26,7 +26,7 @@ def test_two_files_of_one_name_and_folders_without_recipes_are_refused(tmp_path)
         file.write_text("loss: {name: dapo}\n")
     with pytest.raises(RecipeError) as refused:
         listed([file.parent for file in files])
-    assert str(refused.value) == f"{files[1]}: its name is that of {files[0]} too; rename one of the files"
+    assert str(refused.value) == f"{files[1]}: {files[0]} has the same name; rename one of the files"
     (tmp_path / "none").mkdir()
     with pytest.raises(RecipeError, match=r"none: the folder has no recipes \(\*.yaml\)"):
         listed([tmp_path / "none"])
@@ -35,7 +35,7 @@ def test_two_files_of_one_name_and_folders_without_recipes_are_refused(tmp_path)
 def test_an_overlay_needs_a_base():
     [item] = listed([ABLATIONS / "dapo_loss.yaml"])
     assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
-    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: this is an overlay, without name"):
+    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: this is an overlay .it lacks name"):
         resolve(item, None)
     assert [(r.name, r.seed) for r in resolve_seeds(item, TINY, [], [1, 2])] == [
         ("tiny_cpu_dapo_loss_seed1", 1),
@@ -48,7 +48,7 @@ def test_a_job_array_of_overlays():
     assert same == {}
     assert len({recipe.run_dir for recipe in recipes}) == len(recipes) == 2 * len(list(ABLATIONS.glob("*.yaml")))
     assert {recipe.steps for recipe in recipes} == {7}
-    with pytest.raises(ValueError, match="name the recipe that it is laid over with --base RECIPE"):
+    with pytest.raises(ValueError, match="name the recipe to which the overlay is applied with --base RECIPE"):
         recipes_of(str(ABLATIONS), [], array=True)
     with pytest.raises(ValueError, match=r"--array: \S*tiny_cpu.yaml is not a folder"):
         recipes_of(str(TINY), [], array=True)

@@ -53,7 +53,7 @@ def test_names_become_folders_of_the_cache_that_say_their_commit(cache):
 def test_evaluation_files_may_be_names(cache):
     found = read_problems("openai/gsm8k/main", "question,answer")
     assert (found.path, found.name, found.problems[0].text) == ("openai/gsm8k/main", "main", "1+1?")
-    with pytest.raises(ValueError, match=r"^a/b: .*: hf download a/b --repo-type"):
+    with pytest.raises(ValueError, match=r"^a/b: .*: run hf download a/b --repo-type"):
         read_problems("a/b")
 
 
@@ -70,14 +70,14 @@ def test_a_local_folder_goes_before_a_name(cache):
 def test_what_is_not_there_is_said_with_the_command_that_fetches_it(cache):
     with pytest.raises(
         ValueError,
-        match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: hf download Qwen/Qwen3-4B --revision v1, or dow",
+        match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: run hf download Qwen/Qwen3-4B --revision v1, or",
     ):
         check_policy(recipe(cache, policy={"path": "Qwen/Qwen3-4B@v1"}))
     with pytest.raises(ValueError, match=r"runs/tiny/policy is not a Hugging Face folder: it has no config.json$"):
         check_policy(recipe(cache, policy={"path": "runs/tiny/policy"}))
     with pytest.raises(
         ValueError,
-        match=r"no such file .*: hf download a/b --repo-type dataset --revision refs/pr/1, or down",
+        match=r"no such file .*: run hf download a/b --repo-type dataset --revision refs/pr/1, or",
     ):
         check_prompts(recipe(cache, prompts={"path": "a/b@refs/pr/1"}))
     (cache / "data").mkdir()

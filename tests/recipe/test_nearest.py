@@ -51,7 +51,7 @@ def test_settings_of_version_0_2_are_those_of_today(tmp_path, caplog):
     [said] = caplog.messages
     assert said.startswith(f"{path}: settings of version 0.2: weights.transaction is ignored, weights.anchor_")
     path.write_text(MINIMAL + "weights: {transaction: staged}\n")
-    with pytest.raises(RecipeError, match=f"^{path}: weights.transaction left with version 0.2: .*; delete it$"):
+    with pytest.raises(RecipeError, match=f"^{path}: weights.transaction left with version 0.2: .*; delete the key$"):
         load_recipe(path)
 
 

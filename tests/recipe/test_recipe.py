@@ -97,9 +97,9 @@ def test_off_needs_no_quotation_marks(path, text):
             "rollouts.group_size=1",
             "rollouts.group_size: 1 is too small: .* 0 in a group of one; use at least 2",
         ),
-        ("rewards.correct=-1", "rewards.correct: -1 is not above rewards.incorrect -1, .*; raise it"),
-        ("rewards={correct: 0, incorrect: 1}", "rewards.correct: 0 is not above rewards.incorrect 1, .*; raise it"),
-        ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 does not hold one group; use at least group_size 16"),
+        ("rewards.correct=-1", "rewards.correct: -1 is not greater than rewards.incorrect -1, .*; raise "),
+        ("rewards={correct: 0, incorrect: 1}", "rewards.correct: 0 is not greater than rewards.incorrect 1, "),
+        ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 is less than one group; use at least group_size 16"),
         ("rewards.correct=nan", "rewards.correct"),
         ("rollouts.temperature=0", "rollouts.temperature is 0; it should be greater than or equal to 0.01"),
         (
@@ -108,7 +108,7 @@ def test_off_needs_no_quotation_marks(path, text):
         ),
         (
             "rollouts.updates_per_phase=4",
-            "updates_per_phase: 4 has no effect with schedule pipeline, .*; leave it at 8",
+            "updates_per_phase: 4 has no effect with schedule pipeline, .*; leave updates_per_phase at 8",
         ),
         (
             "rollouts={schedule: ppo_off_policy, max_staleness_steps: 6}",
@@ -215,7 +215,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
         ("prompts.tasks=null", "prompts.path is missing; name a file of prompts, or set prompts.tasks"),
         (
             "prompts.held_out_path=h",
-            "prompts.held_out_path: h belongs to no task; .* prompts.tasks.NAME.held_out_path",
+            "prompts.held_out_path: h has no effect with prompts.tasks; set prompts.tasks.NAME.held_out_path",
         ),
         (
             "prompts.tasks.math.weigth=2",
@@ -227,7 +227,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
         ("environment.max_turns=3", "environment.name is missing"),
         ("prompts.tasks.code.environment={max_turns: 3}", "prompts.tasks.code.environment.name is missing"),
-        ("prompts.tasks.code.interruption={phrase: 'Stop. '}", "the policy learns one phrase"),
+        ("prompts.tasks.code.interruption={phrase: 'Stop. '}", "all tasks have to use the same phrase"),
     ],
 )
 def test_mistakes_in_tasks_are_one_line(path, override, said):
@@ -261,8 +261,8 @@ def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override
     ("text", "said"),
     [
         ("a: [1", "line 1|line 2"),
-        ("- 1", "b.yaml: the file holds a list; it has to have keys"),
-        ("", "b.yaml: the file is empty; it has to have keys"),
+        ("- 1", "b.yaml: the file holds a list; a file of keys"),
+        ("", "b.yaml: the file is empty; a file of keys"),
         ("a: 2026-13-01", "b.yaml: a value cannot be read: month must be in 1..12$"),
     ],
 )

@@ -498,7 +498,7 @@ def test_a_folder_behind_a_link_is_not_that_of_the_user(tmp_path):
 def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"{{name: {json.dumps(name)}, steps: 1, policy: {{path: p}}, prompts: {{path: q}}}}")
-    with refused(r"name: .* is not usable; take at most 100 letters, digits"):
+    with refused(r"name: .* is not allowed; take at most 100 letters, digits"):
         load_recipe(recipe)
 
 

@@ -164,7 +164,7 @@ def test_peft_itself_computes_the_same_whatever_an_ignored_key_says(tmp_path):
 def test_a_folder_without_a_configuration_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"adapter_config\.json: this is no configuration of a PEFT folder"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json: the file is not a valid PEFT configuration"):
         adapter_reader(PolicySection(path="p", lora=LORA, adapter=str(tmp_path)), family_of("qwen2"))
 
 
@@ -265,5 +265,5 @@ def test_an_adapter_in_the_place_of_a_policy_is_called_one(name, with_config, ti
     captured = capsys.readouterr()
     said = " ".join((captured.out + captured.err).split())
     assert code or name == "submit", said  # a dry run goes on, on a host without the policy
-    assert f"{adapter}: this folder is an adapter" in said
-    assert "merge it into org/base" in said and "policy.lora={rank: 2, alpha: 8.0}" in said
+    assert f"{adapter}: the folder holds an adapter" in said
+    assert "merge the adapter into org/base" in said and "policy.lora={rank: 2, alpha: 8.0}" in said

@@ -168,7 +168,7 @@ WHOLE = {"megatron": {"ddp": {"use_distributed_optimizer": False}}}
 
 @pytest.mark.parametrize(
     "saved, sections, said",
-    [({}, WHOLE, "this trainer has no optimizer.state.param."), (WHOLE, {}, "it has no optimizer.state.param.")],
+    [({}, WHOLE, "the trainer lacks optimizer.state.param."), (WHOLE, {}, "the checkpoint lacks optimizer.")],
     ids=["sharded", "whole"],
 )
 def test_a_checkpoint_of_another_optimizer_is_a_line_and_loads_nothing(new_trainer, tmp_path, saved, sections, said):
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_optimizer_is_a_line_and_loads_nothing(new_train
     save(path, trainer, {})
     other = new_trainer(**sections)
     before = [p.detach().clone() for p in unwrap(other.chunks[0]).parameters()]
-    what = r"the checkpoint is of another policy or optimizer \(megatron.ddp.use_distributed_optimizer\)"
+    what = r"the checkpoint was saved with another policy or optimizer \(megatron.ddp.use_distributed_optimizer\)"
     with pytest.raises(ValueError, match=rf"^{path}: {what}: {said}\S+$"):
         load(path, other)
     assert all(map(torch.equal, before, unwrap(other.chunks[0]).parameters()))

@@ -233,5 +233,5 @@ def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
 @pytest.mark.parametrize("key", sorted(OF_OLD_MEGATRON))
 def test_an_option_that_has_left_says_what_to_do(key):
     _, section, name = key.split(".")
-    with pytest.raises(ValueError, match=f"{key} has left with Megatron-Core 0.16; delete it"):
+    with pytest.raises(ValueError, match=f"{key} exists only in Megatron-Core 0.16; delete the key"):
         check_megatron(llama(), recipe({section: {name: False}}))
