@@ -1,4 +1,4 @@
-"""Settings by their former names, and suggestions for unknown keys: other frameworks' names for a key, or near names."""
+"""Settings by their former names, and suggestions for unknown keys: other frameworks' names, or near names."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
