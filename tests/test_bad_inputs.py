@@ -45,7 +45,7 @@ def problems(path):
             "completions.jsonl",
             f"{RESULT}\n{DEEP}\n",
             lambda path: ResultFile(path.parent, HEADER),
-            "line 2: it is not a JSON object",
+            "line 2: the line is not a JSON object",
         ),
         ("t.jsonl", DEEP + "\n{}\n", read_tables, "maximum recursion depth"),
         ("t.json", DEEP, read_tables, "maximum recursion depth"),

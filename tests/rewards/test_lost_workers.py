@@ -125,7 +125,7 @@ async def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, mon
 
 def test_the_reply_to_another_check_is_not_a_result():
     [lost], _ = run_pool("forging", ["7"])
-    assert isinstance(lost, CompletionLost) and "no reply" in str(lost)
+    assert isinstance(lost, CompletionLost) and "not a valid reply" in str(lost)
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])

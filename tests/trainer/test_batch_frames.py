@@ -87,7 +87,7 @@ def bad_batches():
         "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes .* 76$"),
         "a damaged completion": (
             [frames[0], b"\x09" + frames[1][1:], frames[2]],
-            where + "completion 0: rollout: format 9 .* 1$",
+            where + "completion 0: rollout: format 9 .* 1 is read here$",
         ),
         "a length without tokens": (
             with_plan(frames, micro_batches=((replace(first, tokens=2**60), second),)),
