@@ -70,12 +70,8 @@ def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner
 
     bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on bits' device.
     """
-    if bits.device.type == "cpu":
-        return _on_cpu(bits, starts, rows, inner)
-    return _on_device(bits, starts, rows, inner)
-
-
-def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+    if bits.device.type != "cpu":
+        return _on_device(bits, starts, rows, inner)
     unsigned = bits.numpy().view(f"u{bits.element_size()}")
     return int(_compiled_sum()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
 

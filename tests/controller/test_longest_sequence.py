@@ -78,7 +78,7 @@ def test_the_resolved_recipe_holds_the_numbers(tiny, tmp_path):
 
 def test_a_run_started_with_another_default_keeps_it(tiny, tmp_path):
     unset = recipe(tiny, output_dir=str(tmp_path))
-    earlier = unset.model_copy(update={"trainer": unset.trainer.model_copy(update={"micro_batch_tokens": 16384})})
+    earlier = unset.with_settings(trainer={"micro_batch_tokens": 16384})
     RunFolder(check_inputs(earlier).resolved(earlier)).close()
     resolved = check_inputs(unset).resolved(unset)
     assert resolved.trainer.micro_batch_tokens == 16384
