@@ -103,7 +103,7 @@ def build_family(
 def decoder_family(
     config: Any,
     *,
-    layers: tuple[LayerStyle, ...],
+    layers: LayerStyle | tuple[LayerStyle, ...],
     experts: Experts | None = None,
     attention: Callable[[int, LayerStyle], list[Rule]] | None = None,
     qkv_bias: bool | None = None,
@@ -115,6 +115,7 @@ def decoder_family(
 ) -> Family:
     """The Family of a decoder with Llama's names: an attention and an MLP, gated or of `experts`, in each layer.
 
+    layers: the style of each layer, or of all.
     attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
     values where `qkv_bias`, and of the output where `output_bias`. qkv_bias None: the family has no such biases, and
     `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
@@ -122,6 +123,8 @@ def decoder_family(
     `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)
+    if isinstance(layers, LayerStyle):
+        layers = (layers,) * config.num_hidden_layers
     if qkv_bias is None:
         require(config, "attention_bias", False)
     if attention is None:

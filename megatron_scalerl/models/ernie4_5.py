@@ -9,5 +9,4 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 def family(config: Any) -> Family:
     """The Family of an Ernie4_5Config. Raises ValueError as `decoder_family` does, and for biases."""
     require(config, "use_bias", False)
-    layers = (LayerStyle(),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers, transformer=dict(rotary_interleaved=True))
+    return decoder_family(config, layers=LayerStyle(), transformer=dict(rotary_interleaved=True))

@@ -9,5 +9,4 @@ from megatron_scalerl.models.family import Family, LayerStyle
 def family(config: Any) -> Family:
     """The Family of a LlamaConfig. Raises ValueError as `decoder_family` does."""
     bias = config.attention_bias
-    layers = (LayerStyle(),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers, qkv_bias=bias, output_bias=bias)
+    return decoder_family(config, layers=LayerStyle(), qkv_bias=bias, output_bias=bias)

@@ -11,4 +11,4 @@ from megatron_scalerl.models.family import Family, LayerStyle
 def family(config: Any) -> Family:
     """The Family of a MistralConfig. Raises ValueError as `decoder_family` does."""
     # `decoder_family` refuses `attention_bias`, which transformers' Mistral ignores and vLLM applies.
-    return decoder_family(config, layers=(LayerStyle(),) * config.num_hidden_layers)
+    return decoder_family(config, layers=LayerStyle())

@@ -10,5 +10,4 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 def family(config: Any) -> Family:
     """The Family of an Olmo2Config. Raises ValueError as `decoder_family` does."""
-    layers = (LayerStyle(qk_norm="all_heads", post_norm=True),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers)
+    return decoder_family(config, layers=LayerStyle(qk_norm="all_heads", post_norm=True))

@@ -12,7 +12,7 @@ def family(config: Any) -> Family:
     """The Family of a SeedOssConfig. Raises ValueError as `decoder_family` does."""
     return decoder_family(
         config,
-        layers=(LayerStyle(),) * config.num_hidden_layers,
+        layers=LayerStyle(),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_out_bias,
     )

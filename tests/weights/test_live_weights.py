@@ -1,6 +1,7 @@
 """Parts of tensors written into live parameters: any rectangle, in any order, as the loader would have put it."""
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ def pieces(shape, rng):
     found = [()]
     for size in shape:
         cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(2))})
-        found = [(*ranges, along) for ranges in found for along in zip(cuts, cuts[1:])]
+        found = [(*ranges, along) for ranges in found for along in pairwise(cuts)]
     rng.shuffle(found)
     return found
 

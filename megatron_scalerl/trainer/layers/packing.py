@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -91,7 +92,7 @@ class Plan:
 
 def layout(starts: list[int]) -> Layout:
     """Buckets of the sequences between `starts` ([S+1], first 0, last N); empty sequences are left out."""
-    spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
+    spans = [(b - a, a) for a, b in pairwise(starts) if b > a]
     # The longest sequence comes first, so the first sequence of a bucket sets the bucket's width.
     spans.sort(key=lambda span: (-span[0], span[1]))
     groups: list[list[tuple[int, int]]] = []
@@ -121,7 +122,7 @@ def _bucket(spans: list[tuple[int, int]]) -> Bucket:
 def split_into_chunks(starts: list[int], chunk: int) -> list[int]:
     """`starts` with each sequence split every `chunk` tokens, the boundaries of chunked attention."""
     out = [0]
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         out.extend(range(a + chunk, b, chunk))
         out.append(b)
     return out
@@ -140,7 +141,7 @@ def packed_row(
     `fused` is for Transformer Engine. With context parallelism `share` is this rank's share of N tokens, and `starts`
     belong to the padded sequences. Raises ValueError for chunks with Transformer Engine's context parallelism.
     """
-    longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
+    longest = max((b - a for a, b in pairwise(starts)), default=0)
     ranks = 1
     if share is not None:
         ranks = share.size
