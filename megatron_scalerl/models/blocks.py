@@ -115,16 +115,15 @@ def decoder_family(
 ) -> Family:
     """The Family of a decoder with Llama's names: an attention and an MLP, gated or of `experts`, in each layer.
 
-    layers: the style of each layer, or of all.
-    attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
-    values where `qkv_bias`, and of the output where `output_bias`. qkv_bias None: the family has no such biases, and
-    `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
-    number after the others, and an export copies. transformer, more: as in `build_family`. Raises ValueError as
-    `build_family` and `require_full_attention` do.
+    layers: the style of each, or of all. attention: rules of a layer's norms and attention, by default
+    `attention_rules`, with biases of queries, keys and values where `qkv_bias`, of the output where `output_bias`.
+    qkv_bias None: the family has no such biases, and `attention_bias` is refused. prediction_layers: number of layers
+    of multi-token prediction, which checkpoints number after the others, and an export copies. transformer, more: as
+    in `build_family`. Raises ValueError as `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)
     if isinstance(layers, LayerStyle):
-        layers = (layers,) * config.num_hidden_layers
+        layers = (layers,) * int(config.num_hidden_layers)
     if qkv_bias is None:
         require(config, "attention_bias", False)
     if attention is None:
@@ -141,9 +140,7 @@ def decoder_family(
 
     hidden = config.hidden_size
     first, last = outer_rules(config, "model.", "lm_head.weight")
-    weight_map = list(first)
-    for layer, style in enumerate(layers):
-        weight_map += layer_rules(layer, style)
+    weight_map = [rule for layer, style in enumerate(layers) for rule in layer_rules(layer, style)]
     predicting = range(len(layers), len(layers) + prediction_layers)
     untrained = 0
     for layer in predicting:
@@ -158,7 +155,7 @@ def decoder_family(
     return build_family(
         config,
         layers=layers,
-        rules=(*weight_map, *last),
+        rules=(*first, *weight_map, *last),
         transformer=options,
         passthrough=(*(f"model.layers.{layer}." for layer in predicting), *passthrough),
         untrained=untrained,

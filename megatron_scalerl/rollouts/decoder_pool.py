@@ -165,7 +165,7 @@ class DecoderPool:
 
 
 def turn_settings(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
 ) -> TurnSettings:
     """The settings of the turns of a task with an environment. recipe: the task's recipe.
 

@@ -142,7 +142,7 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
 @pytest.fixture
 def episodes(run):
     """The run with a group of an episode that forked, one that did not, and a single turn."""
-    return add_step(run, episode_group(6))
+    return add_step(run, episode_group())
 
 
 async def test_an_episode_is_read_turn_by_turn(episodes, tmp_path):
