@@ -11,7 +11,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -192,17 +192,13 @@ class EngineClient:
             for limit in self._limits:
                 limit.reschedule(0)
 
-    @overload
-    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout: ...
-
-    @overload
     async def generate(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[T]
-    ) -> T: ...
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _IN_PROCESS
-    ) -> Any:
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingSpec,
+        decoder: Decoder[T] = _IN_PROCESS,  # type: ignore[assignment]
+    ) -> T:
         """A completion as `decoder` returns it, by default a Rollout that is decoded in this process.
 
         Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without

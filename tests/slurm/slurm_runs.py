@@ -93,6 +93,10 @@ def wait_for_end(job, seconds=300.0):
     return wait_for(lambda: (state := cluster.last_state(job)) in ENDED and state, seconds)
 
 
+def check_completed(run, job, seconds=300.0):
+    assert wait_for_end(job, seconds) == "COMPLETED", output_of(run, job)
+
+
 def submitted(words, capsys):
     """Ids of the submitted jobs."""
     assert main(words) == 0

@@ -10,6 +10,7 @@ from slurm_runs import (
     ROOT,
     STAND_IN_PROGRAM,
     WITH_STAND_INS,
+    check_completed,
     output_of,
     starts,
     steps,
@@ -51,7 +52,7 @@ def test_typed_gpus_with_memory_for_each_on_shared_nodes_of_either_partition(at_
     words, run = at_a_site("finish", "--gpus", "8", sbatch=sbatch)
     words[words.index("--partition") + 1] = "others,high"
     [job] = submitted(words, capsys)
-    assert wait_for_end(job) == "COMPLETED", output_of(run, job)
+    check_completed(run, job)
     [start] = starts(run)
     found = start["environment"]
     assert found["SLURM_GPUS_ON_NODE"] == "8" and found["https_proxy"] == "http://proxy:3128"
@@ -71,7 +72,7 @@ def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_
     script.write_text("#!/bin/bash\nsleep 3\n")
     high = slurm.submit(script, ["--partition=high", "--exclusive", "--nodelist=node1", "--output=/dev/null"])
     assert wait_for_end(high) == "COMPLETED"
-    assert wait_for_end(job) == "COMPLETED", output_of(run, job)
+    check_completed(run, job)
     assert (run / f"slurm/{job}.0/controller.exit").read_text() == "75\n", "saved"
     assert len(starts(run)) == 2 and "saved; queued again" in output_of(run, job)
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.context import Context, Share
@@ -36,9 +37,9 @@ class Bucket:
     """Number of sequences."""
     length: int
     """Tokens of the longest sequence."""
-    gather: torch.Tensor
+    gather: Tensor
     """[sequences * length] index in the row of each padded slot; padding slots read the sequence's last token."""
-    valid: torch.Tensor
+    valid: Tensor
     """[tokens] index of each slot that is not padding."""
 
 
@@ -47,7 +48,7 @@ class Layout:
     """The buckets of one row, and the inverse permutation."""
 
     buckets: tuple[Bucket, ...]
-    restore: torch.Tensor
+    restore: Tensor
     """[N] index of each token of the row in the concatenated valid slots of all buckets."""
 
 
@@ -59,7 +60,7 @@ class PackedRow(PackedSeqParams):
     token; "thd" for Transformer Engine's attention.
     """
 
-    position_ids: torch.Tensor | None = None
+    position_ids: Tensor | None = None
     """[N] position of each token of this rank in the token's sequence."""
     longest: int = 0
     """Tokens of the longest sequence; `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion takes
@@ -72,9 +73,9 @@ class PackedRow(PackedSeqParams):
     """Keys and queries of this rank under context parallelism; None with Transformer Engine or a layout."""
     in_chunks: PackedRow | None = None
     """The row with sequences split into chunks, for chunked layers with Transformer Engine; None if none is split."""
-    angles: torch.Tensor | None = None
+    angles: Tensor | None = None
     """Rotary angles of latent attention, as other attention gets them from Megatron (`PolicyModel`)."""
-    expert_choices: torch.Tensor | None = None
+    expert_choices: Tensor | None = None
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
 
@@ -86,7 +87,7 @@ class Plan:
     """This rank's tokens of the row."""
     packed: PackedRow
     """The layout of the share for attention."""
-    places: torch.Tensor | None
+    places: Tensor | None
     """[c] int64 positions of the tokens with loss in this rank's share, ascending; None: all positions."""
 
 
@@ -130,7 +131,7 @@ def split_into_chunks(starts: list[int], chunk: int) -> list[int]:
 
 def packed_row(
     starts: list[int],
-    position_ids: torch.Tensor,
+    position_ids: Tensor,
     *,
     chunk: int | None = None,
     fused: bool = False,
@@ -174,7 +175,7 @@ def packed_row(
     return row
 
 
-def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, qkv_format: str) -> PackedRow:
+def _plain_row(starts: list[int], position_ids: Tensor, longest: int, qkv_format: str) -> PackedRow:
     """A row with the fields of Megatron's PackedSeqParams and positions alone."""
     # Transformer Engine and Megatron's RoPE read int32.
     boundaries = torch.tensor(starts, dtype=torch.int32)
