@@ -11,9 +11,10 @@ whose name stands in a string. Files of the working tree count as they are.
 import ast
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from programs import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("megatron_scalerl", "tools", "tests", "examples", "docs")
@@ -27,8 +28,7 @@ EVERYTHING = {"setup.cfg", "pyproject.toml", "tests/run.sh", "tests/conftest.py"
 
 def files(*arguments):
     """Paths from the root that a git command lists."""
-    listed = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return set(listed.split("\n")) - {""}
+    return set(printed("git", *arguments).split("\n")) - {""}
 
 
 def changed(commit):

@@ -1,5 +1,6 @@
 """Tiny configs of every family, and the shapes of Megatron's shards as the weight map implies them."""
 
+import torch
 from transformers import (
     DeepseekV3Config,
     Dots1Config,
@@ -131,6 +132,14 @@ def experts_apart(model_type, tensors):
 
 def family_of(kind):
     return family(CONFIGS[kind](), FUSED if kind.endswith("fused") else ())
+
+
+def shard_of(rule, rank, size, source):
+    """A rank's shard of a parameter, filled from the checkpoint's tensors."""
+    shard = torch.zeros(shard_shape(rule, size))
+    for piece in rule.pieces(rank, size):
+        piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
+    return shard
 
 
 def shard_shape(rule, size):

@@ -2,11 +2,11 @@
 
 import ipaddress
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import psutil
+from programs import printed
 
 _STRANGER = """
 import json, os, sys, threading, time
@@ -85,9 +85,8 @@ def stores(doors, *, within_s=2.5):
     within_s: takes this long where a door is no store.
     """
     targets = [["127.0.0.1" if door.loopback else door.host.replace("::", "127.0.0.1"), door.port] for door in doors]
-    command = [sys.executable, "-c", _STRANGER, json.dumps(targets), str(within_s)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s + 120, check=True)
-    return {int(port): keys for port, keys in json.loads(done.stdout).items()}
+    found = printed(sys.executable, "-c", _STRANGER, json.dumps(targets), within_s)
+    return {int(port): keys for port, keys in json.loads(found).items()}
 
 
 def leaks(pids, secret):

@@ -4,6 +4,7 @@ Their weights are large, so that logits reach 5 to 20 and an error in any layer 
 """
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -281,7 +282,7 @@ def rows(lengths=ROWS):
 def row_logits(model, row):
     """[N, vocab] logits of a Hugging Face model for a packed row, sequence by sequence."""
     starts = row["cu_seqlens"].tolist()
-    return torch.cat([model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])])
+    return torch.cat([model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in pairwise(starts)])
 
 
 def of_targets(logits, targets):

@@ -9,6 +9,7 @@ from fakes.server import answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import rollout
+from worker_needs import whole_plan
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
@@ -95,9 +96,7 @@ PLAN = plan_step([FACT], step=4, dp_size=1, micro_batch_tokens=64, policy_versio
 HEAD = bytes(messages.batch_frames(PLAN, [DATA])[0])
 ANSWER = json.dumps(answer()).encode()
 DONE = messages.encode(messages.Done(call=1, rank=0, value=messages.msgspec.Raw(b"\xc0")))
-WEIGHT_PLAN = weight_plans.to_json(
-    weight_plans.whole_plan(weight_plans.manifest_of([("w", "float32", (2, 3))]))
-).encode()
+WEIGHT_PLAN = weight_plans.to_json(whole_plan(weight_plans.manifest_of([("w", "float32", (2, 3))]))).encode()
 JOURNAL = b'{"event":"admit","group_id":0,"prompt_id":"p","epoch":0}\n{"event":"batch","batch":0,"step":1,' + (
     b'"policy_version":0,"group_ids":[0]}\n'
 )

@@ -29,6 +29,11 @@ def curve(folder):
     return steps, validations
 
 
+def charges(folder, *roles):
+    """The charges to these roles in a run's ledger."""
+    return [r for r in read_jsonl(folder / "ledger.jsonl")[1:] if r.get("role") in roles]
+
+
 def at_k(k, folder, **changes):
     return recipe(folder, rollouts={"max_staleness_steps": k}, **changes)
 
@@ -106,14 +111,14 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
     inside_s: seconds after the batch of the step was composed: in the optimizer step, or in the weight update.
     """
     settings = at_k(0, tmp_path)
-    begins = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
+    begins = charges(uncrashed[0], "startup", "trainer")
     at = sum(r["seconds"] for r in itertools.takewhile(lambda r: r["phase"] != "train" or r["batch"] < step, begins))
     first = attempt(settings, kill_at_s=at + inside_s, power_loss=power_loss)
     assert first.reason is None
     finish(settings)
     for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[0])):
         assert found == pytest.approx(expected, abs=1e-3)
-    lost = sum(3600 * r["hours"] for r in read_jsonl(tmp_path / "r/ledger.jsonl")[1:] if r.get("role") == "lost")
+    lost = sum(3600 * r["hours"] for r in charges(tmp_path / "r", "lost"))
     replayed = DEVICES * 2.25 * (step - 1 if step <= 3 else step - 4)
     assert power_loss or replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
 
@@ -177,13 +182,11 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
 def test_records_before_a_checkpoint_are_on_disk_before_it(tmp_path, uncrashed):
     """Power loss just after the checkpoint of step 3: its batches are neither trained on nor charged again."""
     settings = at_k(0, tmp_path)
-    rows = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
-    at = sum(r["seconds"] for r in rows if r["batch"] <= 3)
+    at = sum(r["seconds"] for r in charges(uncrashed[0], "startup", "trainer") if r["batch"] <= 3)
     attempt(settings, kill_at_s=at + SAVE_S + 0.1, power_loss=True)
     finish(settings)
     assert curve(tmp_path / "r")[0][3] == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
-    charged = [r for r in read_jsonl(tmp_path / "r/ledger.jsonl")[1:] if r.get("role") in ("trainer", "engine")]
-    until = sum(3600 * r["hours"] for r in charged if r["batch"] <= 3)
+    until = sum(3600 * r["hours"] for r in charges(tmp_path / "r", "trainer", "engine") if r["batch"] <= 3)
     assert until == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
 
 

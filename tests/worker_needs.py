@@ -1,6 +1,13 @@
 """What workers of an engine need of a policy's tensors, without an engine."""
 
-from megatron_scalerl.weights.plan import all_of
+from megatron_scalerl.weights.plan import Part, WeightPlan, all_of
+
+
+def whole_plan(manifest):
+    """The plan of a single sender, which has all tensors as a whole, for workers that need all tensors as a whole."""
+    needs = all_of(manifest)
+    parts = tuple(Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
+    return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=parts)
 
 
 def needs_of_worker(manifest, worker, workers):

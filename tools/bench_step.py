@@ -12,6 +12,7 @@ CPU time.
 
 import tempfile
 from functools import partial
+from itertools import pairwise
 
 import harness
 from checkout import explained
@@ -150,11 +151,11 @@ def packed_thd(micro_batch):
 def padded(micro_batch):
     """The micro-batch's sequences as rows [b, s], padded to the longest."""
     starts = micro_batch.cu_seqlens.tolist()
-    shape = (len(starts) - 1, max(b - a for a, b in zip(starts, starts[1:])))
+    shape = (len(starts) - 1, max(b - a for a, b in pairwise(starts)))
     tokens = np.zeros(shape, np.int64)
     targets = np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.float32)
-    for row, (a, b) in enumerate(zip(starts, starts[1:])):
+    for row, (a, b) in enumerate(pairwise(starts)):
         tokens[row, : b - a] = micro_batch.tokens[a:b]
         targets[row, : b - a] = micro_batch.targets[a:b]
         mask[row, : b - a] = micro_batch.loss_mask[a:b]

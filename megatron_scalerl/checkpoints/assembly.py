@@ -6,6 +6,7 @@ integers, and safetensors' name of the type (F32, BF16, F16) is passed with the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -99,7 +100,7 @@ def check_covered(assembly: Assembly) -> None:
     height, width = matrix_shape(assembly.shape)
     covered = sum(part.height * part.width for part in assembly.parts) == height * width
     spans = sorted((part.column, part.row, part.row + part.height) for part in assembly.parts)
-    for (column, _, end), (next_column, next_row, _) in zip(spans, spans[1:]):
+    for (column, _, end), (next_column, next_row, _) in pairwise(spans):
         covered = covered and (column != next_column or end <= next_row)
     if not covered:
         raise ValueError(f"{assembly.name}: cannot assemble this tensor, whose parts overlap or leave elements out")

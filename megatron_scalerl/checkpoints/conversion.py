@@ -43,6 +43,9 @@ class Options:
     """Console for the progress bar, which is shown on a terminal only."""
 
 
+DEFAULTS = Options()
+
+
 @record
 class Summary:
     """The size of a conversion's result."""

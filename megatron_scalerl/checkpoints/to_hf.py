@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES
-from megatron_scalerl.checkpoints.conversion import Copier, Options, Summary, progress, result_folder
+from megatron_scalerl.checkpoints.conversion import DEFAULTS, Copier, Options, Summary, progress, result_folder
 from megatron_scalerl.checkpoints.hf_folder import open_folder
 from megatron_scalerl.checkpoints.hf_writer import (
     add_generation_keys,
@@ -16,7 +16,7 @@ from megatron_scalerl.checkpoints.verify import compare
 from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view, write_record
 
 
-def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, like: Path | None = None) -> Summary:
+def to_hf(megatron_path: Path, out: Path, options: Options = DEFAULTS, *, like: Path | None = None) -> Summary:
     """Convert a checkpoint that `to_megatron` wrote or, with `like`, any other checkpoint, such as a run's.
 
     Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint, or from the
@@ -25,7 +25,6 @@ def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, lik
     Raises ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit the config,
     checksums that differ from the record, a full disk, an existing `out`, and weights that are not finite.
     """
-    options = options or Options()
     return write_view(megatron_view(megatron_path, like=like, dtype=options.dtype), out, options)
 
 

@@ -22,7 +22,15 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import write_commit
-from megatron_scalerl.checkpoints.conversion import Copier, Options, Summary, new_file, progress, result_folder
+from megatron_scalerl.checkpoints.conversion import (
+    DEFAULTS,
+    Copier,
+    Options,
+    Summary,
+    new_file,
+    progress,
+    result_folder,
+)
 from megatron_scalerl.checkpoints.dist_reader import Address, addresses, extra_states
 from megatron_scalerl.checkpoints.hf_folder import HfFolder, Shard, open_folder
 from megatron_scalerl.checkpoints.hf_writer import copy_side_files, write_shard
@@ -72,13 +80,12 @@ class Unit:
         return sum(assembly.nbytes for assembly in self.tensors)
 
 
-def to_megatron(hf_path: Path, out: Path, options: Options | None = None) -> Summary:
+def to_megatron(hf_path: Path, out: Path, options: Options = DEFAULTS) -> Summary:
     """Convert a Hugging Face folder to a checkpoint, with only a few blocks of rows of a tensor in memory at a time.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
     that are not finite, and a comparison that fails.
     """
-    options = options or Options()
     config = policy_config(hf_path)
     folder = open_folder(hf_path)
     family = family_of(config, folder.tensors)

@@ -6,18 +6,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly, band, band_rows
-from megatron_scalerl.checkpoints.conversion import Options, Summary, progress
+from megatron_scalerl.checkpoints.conversion import DEFAULTS, Options, Summary, progress
 from megatron_scalerl.checkpoints.views import View, open_view
 from megatron_scalerl.processes.logs import listed
 
 
-def verify(first: Path, second: Path, options: Options | None = None) -> Summary:
+def verify(first: Path, second: Path, options: Options = DEFAULTS) -> Summary:
     """Compare the tensors of two checkpoints, Megatron's or Hugging Face's, after conversion to `options.dtype` if
     set.
 
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.
     """
-    options = options or Options()
     view = open_view(first)
     nbytes = compare(view, open_view(second), options)
     return Summary(tensors=len(view.tensors), nbytes=nbytes, verified=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ def _budgets(text: str | None) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) for word in words):
         raise ValueError(f"--budgets: {text!r} is not a list of numbers of tokens such as 256,512,1024")
     budgets = [int(word) for word in words]
-    if any(a >= b for a, b in zip(budgets, budgets[1:])):
+    if any(a >= b for a, b in pairwise(budgets)):
         raise ValueError(f"--budgets: {text!r} does not ascend; name each budget once, the smallest first")
     return budgets
 

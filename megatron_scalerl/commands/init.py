@@ -218,11 +218,10 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
     from megatron_scalerl.recipe.tasks import tasks_of
 
     # No prompt is held out or too long here: `_prompt_choices` decides about both when the lengths are known.
-    section = recipe.prompts.model_copy(update={"held_out": 0, "max_prompt_tokens": sys.maxsize})
+    recipe = recipe.with_settings(prompts={"held_out": 0, "max_prompt_tokens": sys.maxsize})
     problems = []
     for verifier in verifiers:
-        rewards = recipe.rewards.model_copy(update={"verifier": verifier})
-        candidate = recipe.model_copy(update={"prompts": section, "rewards": rewards})
+        candidate = recipe.with_settings(rewards={"verifier": verifier})
         try:
             chat = chat_of_recipe(candidate, tokenizer)
             candidate = chat.settled(candidate)

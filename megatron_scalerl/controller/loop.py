@@ -171,7 +171,7 @@ class Controller:
         Consumes: one batch of groups per iteration from the rollout stream.
         Waits for: the stream, the trainer's step, the validation in progress, the weight update, a checkpoint.
         Unblocked by: group tasks that finish (the gate guarantees that these groups suffice), the trainer's answer,
-        the engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.while_alive`).
+        the engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.until_failure`).
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed

@@ -47,9 +47,6 @@ class Inputs(Settings):
         """The settled recipe, with the digests, the engine's context length and the trainer's capacity filled in."""
         recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
-        trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
-        engine = recipe.engine.model_copy(update={"vllm": options})
-        prompts = recipe.prompts.model_copy(update={"digest": self.prompts.digest()})
         digest = policy_digest(recipe.policy.path)
         if recipe.policy.adapter is not None:
             digest += policy_digest(recipe.policy.adapter, end=1 << 40)
@@ -58,9 +55,12 @@ class Inputs(Settings):
             digest += policy_digest(kl.to)
         for _, teacher in sorted(recipe.algorithm.teachers.items()):
             digest += policy_digest(teacher.path)
-        policy = recipe.policy.model_copy(update={"digest": digest})
-        sections = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
-        return recipe.model_copy(update=sections)
+        return recipe.with_settings(
+            engine={"vllm": options},
+            trainer={"micro_batch_tokens": self.micro_batch_tokens},
+            policy={"digest": digest},
+            prompts={"digest": self.prompts.digest()},
+        )
 
 
 def policy_digest(folder: str, *, end: int = _END) -> str:

@@ -311,7 +311,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
     # The run was begun before digests were recorded.
     if not (settings.get("policy") or {}).get("digest"):
-        recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
+        recipe = recipe.with_settings(policy={"digest": None})
     differences = differing(settings, recipe.model_dump(mode="json"))
     # policy.digest comes last: where policy.path also differs, the path is the reason.
     for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):

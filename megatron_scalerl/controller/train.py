@@ -49,7 +49,7 @@ from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateErro
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts, allow_open_files
-from megatron_scalerl.launch.launcher import Launcher, launching
+from megatron_scalerl.launch.launcher import Launcher, launching, until_failure
 from megatron_scalerl.launch.placement import Devices, Fleet, Placement
 from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
@@ -341,7 +341,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
                     saving=run.saving,
                     sinks=[] if run.collector is None else [run.collector],
                 )
-                return await launcher.while_alive(trainer, controller.run())
+                return await until_failure(controller.run(), trainer.watch, launcher.engines.watch)
 
 
 async def _resume(folder: RunFolder, console: Console) -> Resumed:

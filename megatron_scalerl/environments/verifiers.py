@@ -33,7 +33,7 @@ from megatron_scalerl.environments import verifiers_server
 from megatron_scalerl.environments.response import ROUTE_HEADER, Agent
 from megatron_scalerl.processes.child_process import ProcessDied, race
 from megatron_scalerl.processes.subreaper import END, subreaper_command
-from megatron_scalerl.rewards.pool import PACKAGE_ROOT
+from megatron_scalerl.rewards.sandbox import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
 START_S = 240.0

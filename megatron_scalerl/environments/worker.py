@@ -19,7 +19,6 @@ import inspect
 import json
 import os
 import resource
-import signal
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Literal
@@ -28,7 +27,14 @@ import msgspec
 
 from megatron_scalerl.environments.response import Agent, Response
 from megatron_scalerl.processes.imports import imported
-from megatron_scalerl.processes.worker import Answer, pool_socket, receive_setup, send, serve_concurrently
+from megatron_scalerl.processes.worker import (
+    Answer,
+    ignore_signals,
+    pool_socket,
+    receive_setup,
+    send,
+    serve_concurrently,
+)
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, is_unavailable
@@ -239,8 +245,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
 def main() -> None:
     """Serve episodes until the controller ends this process."""
     # Signals to the whole group are for the controller, which may still finish episodes to save.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     with pool_socket() as connection:
         request, setup_json = receive_setup(connection)
         name, memory_mb, timeout_s = msgspec.json.decode(setup_json, type=Setup)

@@ -111,8 +111,7 @@ def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
     """The recipe with thinking interrupted after exactly `budget` tokens; None: the recipe unchanged."""
     if budget is None:
         return recipe
-    section = recipe.interruption.model_copy(update={"enabled": True, "thinking_tokens": (budget, budget)})
-    return recipe.model_copy(update={"interruption": section})
+    return recipe.with_settings(interruption={"enabled": True, "thinking_tokens": (budget, budget)})
 
 
 def recipe_of_task(recipe: Recipe) -> Recipe:
@@ -127,8 +126,7 @@ def recipe_of_task(recipe: Recipe) -> Recipe:
         if not names:
             raise ValueError(f"evaluation.task: there is no task {name}: the recipe has no prompts.tasks")
         raise ValueError(f"evaluation.task: expected one of {names}, found {name or 'none'}")
-    section = recipe.evaluation.model_copy(update={"task": None})
-    return task.recipe.model_copy(update={"evaluation": section})
+    return task.recipe.with_settings(evaluation={"task": None})
 
 
 def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequence[int] = ()) -> EvaluationInputs:
@@ -154,12 +152,14 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
         messages = False
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
-    engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
-    # Neither of these sections changes a completion or the verdict on a completion.
-    rewards = recipe.rewards.model_copy(update={"length_penalty": None})
-    rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
+    recipe = recipe.with_settings(
+        engine={"vllm": {"max_model_len": longest, **recipe.engine.vllm}},
+        # Neither of these sections changes a completion or the verdict on a completion.
+        rewards={"length_penalty": None},
+        rollouts={"routing_replay": False},
+    )
     return EvaluationInputs(
-        recipe=recipe.model_copy(update={"engine": engine, "rewards": rewards, "rollouts": rollouts}),
+        recipe=recipe,
         budgets=tuple(budgets) or (None,),
         tokenizer=tokenizer,
         files=tuple(files),

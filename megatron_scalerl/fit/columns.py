@@ -7,6 +7,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def _overlap(table: TableFile, kinds: Iterable[Rows]) -> bool:
     """Whether the ranges of compute of two kinds of rows overlap."""
     axis = next(iter(_axes(table)), "")
     ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
-    return not ranges or any(lower[1] > upper[0] for lower, upper in zip(ranges, ranges[1:]))
+    return not ranges or any(lower[1] > upper[0] for lower, upper in pairwise(ranges))
 
 
 def _kind_rank(kind: str) -> tuple[int, ...]:
@@ -209,7 +210,7 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
 def _grows(values: Sequence[float]) -> bool:
     """Whether a column has numbers, and a smaller number follows after at most a quarter of the numbers."""
     # a column of hours per step does not grow and is no axis, though the name says hours
-    return 0 < len(values) >= 4 * sum(value > successor for value, successor in zip(values, values[1:]))
+    return 0 < len(values) >= 4 * sum(value > successor for value, successor in pairwise(values))
 
 
 def _checked_column(table: TableFile, name: str, option: str) -> str:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -287,7 +288,7 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
     """
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
-    went_back = any(point.compute > successor.compute for point, successor in zip(points, points[1:]))
+    went_back = any(point.compute > successor.compute for point, successor in pairwise(points))
     # rows that repeat a compute without going back are rows of single prompts or answers, so the mean is taken
     if repeated and not went_back and 2 * len(repeated) >= len(latest):
         rates: dict[float, list[float]] = {}

@@ -63,13 +63,6 @@ class Launcher:
             trainer=trainer.client, info=info, engines=self.engines.members, devices=Devices.of(self._recipe)
         )
 
-    async def while_alive(self, trainer: TrainerRanks, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` and return the result.
-
-        Raises the error of the first trainer rank that exits, and an error if too few engines are left.
-        """
-        return await until_failure(work, trainer.watch, self.engines.watch)
-
     async def stop(self) -> None:
         """Stop the engines, including engines that are being started."""
         if self._starting is not None:

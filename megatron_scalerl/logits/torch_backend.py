@@ -109,12 +109,7 @@ class TorchBackend:
     def statistics(self, p: Projection) -> Tensor:
         """The statistics [4, T], merged block by block."""
         stats = no_columns(p.tokens, p.hidden, p.accumulator)
-        size = blocks(p)
-        buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
-        for rows, cols, hidden, head in _operands(p, *size):
-            part = p.of_tokens(rows)
-            z = block_of(buffer, part.tokens, head.shape[0])
-            _logits(part, hidden, head, z)
+        for rows, cols, _, _, part, z in _logit_blocks(p):
             stats[:, rows] = merged_statistics(torch.stack([stats[:, rows], _row_statistics(part, cols, z)]))
         return stats
 
@@ -122,12 +117,7 @@ class TorchBackend:
         self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
         """Recomputes the logits block by block, and adds each block's share to both gradients."""
-        size = blocks(p)
-        buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
-        for rows, cols, hidden, head in _operands(p, *size):
-            part = p.of_tokens(rows)
-            dz = block_of(buffer, part.tokens, head.shape[0])
-            _logits(part, hidden, head, dz)
+        for rows, cols, hidden, head, part, dz in _logit_blocks(p):
             _to_gradient(part, cols, dz, token_gradients.of_tokens(rows), token_gradients.lse[rows])
             _add_gradients(part, dz, hidden, head, grad_hidden[rows], part_of(grad_weight, cols))
 
@@ -203,6 +193,20 @@ def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice,
         head = heads.block(cols)
         for rows in slices(p.tokens, tokens):
             yield rows, cols, hiddens.block(rows), head
+
+
+def _logit_blocks(p: Projection) -> Iterator[tuple[slice, slice, Tensor, Tensor, Projection, Tensor]]:
+    """What `_operands` gives for blocks of `blocks`, the projection of a block's tokens, and the block's logits.
+
+    The tensors are valid until the next block, and the caller may overwrite the logits.
+    """
+    size = blocks(p)
+    buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
+    for rows, cols, hidden, head in _operands(p, *size):
+        part = p.of_tokens(rows)
+        z = block_of(buffer, part.tokens, head.shape[0])
+        _logits(part, hidden, head, z)
+        yield rows, cols, hidden, head, part, z
 
 
 def _casts(p: Projection) -> bool:

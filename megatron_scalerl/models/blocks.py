@@ -105,7 +105,7 @@ def build_family(
 def decoder_family(
     config: Any,
     *,
-    layers: tuple[LayerStyle, ...],
+    layers: LayerStyle | tuple[LayerStyle, ...],
     experts: Experts | None = None,
     attention: Callable[[int, LayerStyle], list[Rule]] | None = None,
     qkv_bias: bool | None = None,
@@ -117,13 +117,15 @@ def decoder_family(
 ) -> Family:
     """Build the Family of a decoder with Llama's tensor names. Each layer has attention and a gated MLP or `experts`.
 
-    attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
-    values if `qkv_bias`, and of the output if `output_bias`. qkv_bias None: the family has no such biases, and
-    `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
-    number after the decoder's layers, and an export copies. transformer, more: as in `build_family`. Raises
-    ValueError as `build_family` and `require_full_attention` do.
+    layers: the style of each layer, or of all layers. attention: rules of a layer's norms and attention, by default
+    `attention_rules`, with biases of queries, keys and values if `qkv_bias`, and of the output if `output_bias`.
+    qkv_bias None: the family has no such biases, and `attention_bias` is refused. prediction_layers: number of
+    layers of multi-token prediction, which checkpoints number after the decoder's layers, and an export copies.
+    transformer, more: as in `build_family`. Raises ValueError as `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)
+    if isinstance(layers, LayerStyle):
+        layers = (layers,) * int(config.num_hidden_layers)
     if qkv_bias is None:
         require(config, "attention_bias", False)
     if attention is None:
@@ -140,9 +142,7 @@ def decoder_family(
 
     hidden = config.hidden_size
     first, last = outer_rules(config, "model.", "lm_head.weight")
-    weight_map = list(first)
-    for layer, style in enumerate(layers):
-        weight_map += layer_rules(layer, style)
+    weight_map = [rule for layer, style in enumerate(layers) for rule in layer_rules(layer, style)]
     predicting = range(len(layers), len(layers) + prediction_layers)
     untrained = 0
     for layer in predicting:
@@ -157,7 +157,7 @@ def decoder_family(
     return build_family(
         config,
         layers=layers,
-        rules=(*weight_map, *last),
+        rules=(*first, *weight_map, *last),
         transformer=options,
         passthrough=(*(f"model.layers.{layer}." for layer in predicting), *passthrough),
         untrained=untrained,

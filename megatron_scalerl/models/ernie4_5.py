@@ -12,5 +12,4 @@ def family(config: Any) -> Family:
     Raises ValueError as `decoder_family` does, and for biases.
     """
     require(config, "use_bias", False)
-    layers = (LayerStyle(),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers, transformer=dict(rotary_interleaved=True))
+    return decoder_family(config, layers=LayerStyle(), transformer=dict(rotary_interleaved=True))

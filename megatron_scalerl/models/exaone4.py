@@ -15,5 +15,4 @@ def family(config: Any) -> Family:
     """
     # With another value transformers applies no RoPE in layers of full attention.
     require(config, "sliding_window", None)
-    layers = (LayerStyle(qk_norm="weighted", post_norm=True),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers)
+    return decoder_family(config, layers=LayerStyle(qk_norm="weighted", post_norm=True))

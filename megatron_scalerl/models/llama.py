@@ -12,5 +12,4 @@ def family(config: Any) -> Family:
     Raises ValueError as `decoder_family` does.
     """
     bias = config.attention_bias
-    layers = (LayerStyle(),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers, qkv_bias=bias, output_bias=bias)
+    return decoder_family(config, layers=LayerStyle(), qkv_bias=bias, output_bias=bias)

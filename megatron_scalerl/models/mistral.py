@@ -14,4 +14,4 @@ def family(config: Any) -> Family:
     Raises ValueError as `decoder_family` does.
     """
     # `decoder_family` refuses `attention_bias`, which transformers' Mistral ignores and vLLM applies.
-    return decoder_family(config, layers=(LayerStyle(),) * config.num_hidden_layers)
+    return decoder_family(config, layers=LayerStyle())

@@ -23,4 +23,4 @@ def family(config: Any) -> Family:
         router=softmax_router(config, normalized=True),
         **NAMES,
     )
-    return decoder_family(config, layers=(LayerStyle(moe=True),) * config.num_hidden_layers, experts=experts)
+    return decoder_family(config, layers=LayerStyle(moe=True), experts=experts)

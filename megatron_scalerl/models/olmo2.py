@@ -13,5 +13,4 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does.
     """
-    layers = (LayerStyle(qk_norm="all_heads", post_norm=True),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers)
+    return decoder_family(config, layers=LayerStyle(qk_norm="all_heads", post_norm=True))

@@ -22,5 +22,4 @@ def family(config: Any) -> Family:
         width_key="intermediate_size",
         router=softmax_router(config, normalized=False),
     )
-    layers = (LayerStyle(moe=True, qk_norm="all_heads"),) * config.num_hidden_layers
-    return decoder_family(config, layers=layers, experts=experts)
+    return decoder_family(config, layers=LayerStyle(moe=True, qk_norm="all_heads"), experts=experts)

@@ -13,4 +13,4 @@ def family(config: Any) -> Family:
     """
     # This key of Llama and Qwen3 would mean a bias of the output as well.
     require(config, "attention_bias", False)
-    return decoder_family(config, layers=(LayerStyle(),) * config.num_hidden_layers, qkv_bias=True)
+    return decoder_family(config, layers=LayerStyle(), qkv_bias=True)

@@ -57,23 +57,13 @@ def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str
     An MLP's second projection is sharded in the same way.
     """
 
-    def pieces(rank: int, size: int) -> tuple[Piece, ...]:
-        width = divided(inner, size, what)
-        index = (slice(0, out), slice(rank * width, (rank + 1) * width))
-        return (Piece(hf_name=hf, hf_index=index, axis=1, start=0, stop=width),)
-
-    return _rule(megatron, {hf: (out, inner)}, pieces, at)
+    return _sharded(megatron, hf, (out, inner), 1, at, what)
 
 
 def column(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
     """The rule of a projection that is sharded along its output. The ranks divide the output without padding."""
 
-    def pieces(rank: int, size: int) -> tuple[Piece, ...]:
-        rows = divided(out, size, what)
-        index = (slice(rank * rows, (rank + 1) * rows), slice(0, inner))
-        return (Piece(hf_name=hf, hf_index=index, axis=0, start=0, stop=rows),)
-
-    return _rule(megatron, {hf: (out, inner)}, pieces, at)
+    return _sharded(megatron, hf, (out, inner), 0, at, what)
 
 
 def query_key_value(
@@ -176,6 +166,16 @@ def _oriented(rows: T, columns: T, transposed: bool) -> tuple[T, T]:
 def _expert_of(at: Location) -> int:
     assert at.expert is not None
     return at.expert
+
+
+def _sharded(megatron: str, hf: str, shape: tuple[int, int], axis: Literal[0, 1], at: Location, what: str) -> Rule:
+    def pieces(rank: int, size: int) -> tuple[Piece, ...]:
+        width = divided(shape[axis], size, what)
+        index = list(_all(shape))
+        index[axis] = slice(rank * width, (rank + 1) * width)
+        return (Piece(hf_name=hf, hf_index=tuple(index), axis=axis, start=0, stop=width),)
+
+    return _rule(megatron, {hf: shape}, pieces, at)
 
 
 def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -15,7 +15,7 @@ def family(config: Any) -> Family:
     """
     return decoder_family(
         config,
-        layers=(LayerStyle(),) * config.num_hidden_layers,
+        layers=LayerStyle(),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_out_bias,
     )

@@ -7,14 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megatron_scalerl.page.growing_file import Rows, json_row
 from megatron_scalerl.rollouts.group_files import stored_group
-from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish
+from megatron_scalerl.rollouts.history import EVENT_DECODER, Admit, BatchRecord, Finish
 from megatron_scalerl.rollouts.store import segment_path, segments
-
-_EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
 
 class GroupIndex:
@@ -104,7 +100,7 @@ class GroupIndex:
 
 
 def _event(line: bytes) -> Finish | BatchRecord | None:
-    event = json_row(line, "an event", _EVENT)
+    event = json_row(line, "an event", EVENT_DECODER)
     if isinstance(event, Admit):  # a group without a result is not shown
         return None
     return event

@@ -69,7 +69,7 @@ def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]
 
     longest = recipe.max_completion_tokens
     for words, lora in (("", recipe.policy.lora), ("policy.lora={} ", LoraSection())):
-        recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": lora})})
+        recipe = recipe.with_settings(policy={"lora": lora})
         if not fits(SHORTEST):
             continue
         halves = takewhile(lambda length: length > SHORTEST, (longest >> n for n in range(longest)))

@@ -75,7 +75,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         if f.default is not None:
             default = f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
-        group.add_argument(_flag(f.name), type=float, metavar="X", help=text)
+        group.add_argument("--" + f.name.replace("_", "-"), type=float, metavar="X", help=text)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -194,7 +194,3 @@ def _number(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is no number of GPUs; 0 stands for CPUs")
     return number
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

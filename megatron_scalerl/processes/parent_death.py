@@ -53,16 +53,12 @@ def set_process(option: int, value: int) -> None:
 
 def tie_forked_children() -> None:
     """Let every process that is forked from now on, here or in such a child, die with the forking process."""
-    os.register_at_fork(before=_remember_parent, after_in_child=_die_with_forking_process)
+    os.register_at_fork(before=_remember_parent, after_in_child=lambda: die_with_parent(_forking_pid))
 
 
 def _remember_parent() -> None:
     global _forking_pid
     _forking_pid = os.getpid()
-
-
-def _die_with_forking_process() -> None:
-    die_with_parent(_forking_pid)
 
 
 def tied_command(argv: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ This module imports neither asyncio nor anything that takes long to import.
 
 import inspect
 import os
+import signal
 import socket
 import struct
 import sys
@@ -93,6 +94,12 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
         while True:
             request = await asyncio.get_running_loop().run_in_executor(reader, receive, connection)
             tasks.create_task(reply(*request))
+
+
+def ignore_signals() -> None:
+    """Leave signals to the whole process group to the controller."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -56,11 +56,9 @@ class Chat:
         """A copy of the recipe with every `auto` replaced. Raises ValueError where an interruption has no tag to
         close."""
         tags = {"think_start": self.think_start, "think_end": self.think_end}
-        prompts = recipe.prompts.model_copy(update={"chat_template": self.chat_template, **tags})
-        interruption = recipe.interruption
-        if interruption.enabled == AUTO:
-            interruption = interruption.model_copy(update={"enabled": bool(self.think_end.strip())})
-        recipe = recipe.model_copy(update={"prompts": prompts, "interruption": interruption})
+        recipe = recipe.with_settings(prompts={"chat_template": self.chat_template, **tags})
+        if recipe.interruption.enabled == AUTO:
+            recipe = recipe.with_settings(interruption={"enabled": bool(self.think_end.strip())})
         # pydantic's model_copy runs no validators
         for task in recipe.by_task:
             check_tags(task)

@@ -82,7 +82,8 @@ def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
         for name, teacher in algorithm.teachers.items()
     }
     kl = algorithm.kl and algorithm.kl.model_copy(update={"to": resolved(algorithm.kl.to, "model")})
-    algorithm = algorithm.model_copy(update={"teachers": teachers, "kl": kl})
-    policy = recipe.policy.model_copy(update={"path": resolved(recipe.policy.path, "model")})
-    prompts = recipe.prompts.model_copy(update={"tasks": tasks, **files(recipe.prompts)})
-    return recipe.model_copy(update={"policy": policy, "prompts": prompts, "algorithm": algorithm})
+    return recipe.with_settings(
+        policy={"path": resolved(recipe.policy.path, "model")},
+        prompts={"tasks": tasks, **files(recipe.prompts)},
+        algorithm={"teachers": teachers, "kl": kl},
+    )

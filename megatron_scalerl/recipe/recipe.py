@@ -135,6 +135,11 @@ class Recipe(Section):
                 filled[name] = {**filled[name], key: {**recipe_section, **task_section}}
         return {**data, "prompts": {**(prompts or {}), "tasks": filled}}
 
+    def with_settings(self, **sections: Mapping[str, Any]) -> "Recipe":
+        """The recipe with these settings of these sections, which no validator checks."""
+        changed = {name: getattr(self, name).model_copy(update=settings) for name, settings in sections.items()}
+        return self.model_copy(update=changed)
+
     @property
     def adapters_alone(self) -> bool:
         """Whether engines get adapters alone and not whole weights."""
@@ -159,13 +164,8 @@ class Recipe(Section):
         # the task has single turns, to which no limit of an episode applies
         if environment.name is None:
             environment = EnvironmentSection()
-        sections = {
-            "prompts": self.prompts.model_copy(update={"tasks": None, **prompts}),
-            "rewards": self.rewards.model_copy(update=rewards),
-            "environment": environment,
-            "interruption": interruption,
-        }
-        return self.model_copy(update=sections)
+        recipe = self.with_settings(prompts={"tasks": None, **prompts}, rewards=rewards)
+        return recipe.model_copy(update={"environment": environment, "interruption": interruption})
 
     @property
     def episodes(self) -> bool:
@@ -242,14 +242,15 @@ class Recipe(Section):
         if not name.startswith(TEACHER):
             return self
         teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
-        policy = self.policy.model_copy(update={"path": teacher.path, "lora": None})
         # vLLM refuses a prompt that leaves no room for an answer, and does not count a prompt's logits as memory
         longest = self.engine.vllm.get("max_model_len", self.longest_sequence()) + 1
         chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048}
         options = {"max_model_len": longest, **chunks, **teacher.vllm}
-        engine = self.engine.model_copy(update={"vllm": options, "devices_per_engine": teacher.devices})
-        rollouts = self.rollouts.model_copy(update={"routing_replay": False})
-        return self.model_copy(update={"policy": policy, "engine": engine, "rollouts": rollouts})
+        return self.with_settings(
+            policy={"path": teacher.path, "lora": None},
+            engine={"vllm": options, "devices_per_engine": teacher.devices},
+            rollouts={"routing_replay": False},
+        )
 
     @property
     def run_dir(self) -> Path:

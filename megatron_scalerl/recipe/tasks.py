@@ -54,8 +54,8 @@ def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
 
 
 def _task(recipe: Recipe, name: str, weight: float) -> Task:
-    rewards = recipe.rewards.model_copy(update={"length_penalty": recipe.length_penalty})
     audit = recipe.validation.audit
     if audit == AUTO:
-        audit = AUDITS.get(rewards.verifier)
-    return Task(name=name, weight=weight, recipe=recipe.model_copy(update={"rewards": rewards}), audit=audit)
+        audit = AUDITS.get(recipe.rewards.verifier)
+    recipe = recipe.with_settings(rewards={"length_penalty": recipe.length_penalty})
+    return Task(name=name, weight=weight, recipe=recipe, audit=audit)

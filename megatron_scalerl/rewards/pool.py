@@ -48,7 +48,6 @@ import signal
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,6 +60,7 @@ from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.forms import forms_of
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
+from megatron_scalerl.rewards.sandbox import PACKAGE_ROOT
 from megatron_scalerl.rewards.worker import Outcome, Setup
 from megatron_scalerl.types import CompletionLost, Prompt, Score
 
@@ -74,7 +74,6 @@ MOST_ROWS = 16
 """Number of distinct rows, among the latest checks, with a failure for the reference itself that ends the pool."""
 WAITING_SHARE = 0.1
 """Share of the wall-clock limit: a check with less processor time than this share was waiting for something."""
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH",
     "HOME",

@@ -23,7 +23,7 @@ import struct
 import sys
 
 from megatron_scalerl.processes.parent_death import die_with_parent
-from megatron_scalerl.rewards.sandbox_root import build_root
+from megatron_scalerl.rewards.sandbox_root import build_root, check_call
 from megatron_scalerl.rewards.sandbox_seccomp import restrict_calls
 
 TYPE_CHECKING = False
@@ -51,13 +51,6 @@ _WRITE_END = 1
 _CHUNK = 1 << 16
 _VERDICT_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def check_call(result: int, call_name: str) -> None:
-    """Raise an OSError that names the call if the call failed."""
-    if result:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{call_name}: {os.strerror(code)}")
 
 
 class _Results:

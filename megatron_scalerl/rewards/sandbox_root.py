@@ -47,11 +47,11 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
     _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.chdir(place)
     os.mkdir("host")
-    _check(_libc.syscall(_PIVOT_ROOT, b".", b"host"), "pivot_root")
+    check_call(_libc.syscall(_PIVOT_ROOT, b".", b"host"), "pivot_root")
     os.chdir("/")
     for path in (*SYSTEM_LIBRARIES, *libraries, executable, *DEVICES):
         _show(path)
-    _check(_libc.umount2(b"/host", _DETACH), "umount of the host's tree")
+    check_call(_libc.umount2(b"/host", _DETACH), "umount of the host's tree")
     os.rmdir("/host")
     os.makedirs("/tmp", mode=0o755, exist_ok=True)
     _make_read_only()
@@ -81,15 +81,16 @@ def _make_read_only() -> None:
     # mount(MS_REMOUNT) would reach the topmost mount alone
     attributes = struct.pack("=QQQQ", _ATTRIBUTES, 0, 0, 0)
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
-    _check(result, "mount_setattr")
+    check_call(result, "mount_setattr")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     arguments = (source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None)
-    _check(_libc.mount(*arguments), f"mount of {kind or source} at {target}")
+    check_call(_libc.mount(*arguments), f"mount of {kind or source} at {target}")
 
 
-def _check(result: int, call_name: str) -> None:
+def check_call(result: int, call_name: str) -> None:
+    """Raise an OSError that names the call if the call failed."""
     if result:
         code = ctypes.get_errno()
         raise OSError(code, f"{call_name}: {os.strerror(code)}")

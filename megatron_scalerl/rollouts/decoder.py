@@ -14,7 +14,6 @@ Without turns to render, the process imports no torch, and no transformers if th
 policy's tokens.
 """
 
-import signal
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from megatron_scalerl.batching.rollout_bytes import facts_of, write
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.environments.response import Message, ToolCall
-from megatron_scalerl.processes.worker import Answer, serve
+from megatron_scalerl.processes.worker import Answer, ignore_signals, serve
 from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.record import record
@@ -229,8 +228,7 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 def main() -> None:
     """Decode until the controller ends this process."""
     # Signals to the whole process group are left to the controller, which may still need completions to save.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     serve(Decoding)
 
 

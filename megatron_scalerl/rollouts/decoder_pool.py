@@ -166,7 +166,7 @@ class DecoderPool:
 
 
 def turn_settings(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
 ) -> TurnSettings:
     """The settings of turns for a task with an environment. recipe: the task's recipe.
 

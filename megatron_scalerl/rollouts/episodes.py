@@ -83,7 +83,7 @@ class EpisodeSampler(Sampler):
         self._talk = talk
         self._agents = agents
         self._settings = recipe.environment
-        self._most_tokens = plans.most_tokens
+        self._most_tokens = recipe.max_completion_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
         self._problems: dict[str, str] = {}
         """Id of a prompt that cannot be learned from -> reason."""

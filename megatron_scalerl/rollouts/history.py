@@ -141,7 +141,7 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
 def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | None:
     """The event in a line of the journal; None for a last line that a crash cut off. Raises ValueError."""
     try:
-        return _DECODER.decode(line)
+        return EVENT_DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             # A crash has cut off this last line.
@@ -149,7 +149,7 @@ def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | Non
         raise ValueError(f"{location}: the line is no valid event of a journal: {error}") from None
 
 
-_DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
+EVENT_DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
 
 def replay_draws(curriculum: Curriculum, history: History) -> None:

@@ -97,11 +97,6 @@ class Plans:
         """Number of token ids that an engine may sample: rows of the embedding, possibly more than the tokenizer's
         ids."""
 
-    @property
-    def most_tokens(self) -> int:
-        """Largest number of tokens of a completion, or of an episode after the prompt."""
-        return self._recipe.max_completion_tokens
-
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
         """The random choices for completion `index` of a group, which depend only on the three arguments."""
         digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()

@@ -277,7 +277,7 @@ def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[Rollout
 def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
     """(group id, header) of the block at the place `stored`; reads no completions. Raises as `read_block`."""
     with _placing(path, stored.offset):
-        head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
+        head = _head_at(path, stored)
         return head.group_id, stored_header(head)
 
 
@@ -287,7 +287,7 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
     Raises as `read_block`, and IndexError.
     """
     with _placing(path, stored.offset):
-        head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
+        head = _head_at(path, stored)
     completions = []
     for position in positions:
         at = stored.offset + head.offsets[position]
@@ -298,16 +298,16 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
     return completions
 
 
-def _head_at(path: Path, offset: int, available: int) -> BlockHead:
-    bytes_left = path.stat().st_size - offset
+def _head_at(path: Path, stored: BlockRef) -> BlockHead:
+    bytes_left = path.stat().st_size - stored.offset
     # Without this check the head would be read, and the loss noticed only when completions are sent.
-    if bytes_left < available:
-        raise ValueError(f"the file is too short: {max(0, bytes_left)} of {available} bytes are left")
-    data = _pread(path, offset, min(_FIRST_READ, available))
+    if bytes_left < stored.nbytes:
+        raise ValueError(f"the file is too short: {max(0, bytes_left)} of {stored.nbytes} bytes are left")
+    data = _pread(path, stored.offset, min(_FIRST_READ, stored.nbytes))
     size = head_bytes(data)
     if size > len(data):
-        data = _pread(path, offset, min(size, available))
-    return read_head(data)
+        data = _pread(path, stored.offset, min(size, stored.nbytes))
+    return _check_size(read_head(data), stored)
 
 
 def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:

@@ -25,7 +25,6 @@ INTERRUPTED_SHARE = 0.05
 """Share of warm-start examples whose thinking is cut and ended by the phrase."""
 SHORTEST_CUT = 8
 """Fewest thinking tokens before the phrase in a warm-start example."""
-THINK_START = "<think>"
 THINK_END = "</think>"
 EOS = "<eos>"
 HELD_OUT_PERCENT = 5

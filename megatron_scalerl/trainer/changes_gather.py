@@ -104,17 +104,17 @@ class ChangesGather:
         padded = values.new_zeros(size)
         padded[: values.numel()] = values
         # The values travel as bytes, because gloo and NCCL have no 16-bit integers.
-        payload = padded.view(torch.uint8)
-        received = [torch.empty_like(payload) for _ in range(self._group.size())]
-        dist.all_gather(received, payload, group=self._group)
-        return [part.view(values.dtype) for part in received]
+        return [part.view(values.dtype) for part in self._of_all(padded.view(torch.uint8))]
+
+    def _of_all(self, values: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(values) for _ in range(self._group.size())]
+        dist.all_gather(received, values, group=self._group)
+        return received
 
     def _gathered(self, values: Tensor) -> list[Tensor]:
         """Gather one 1-dimensional tensor from each rank, [ranks]. The lengths may differ."""
         size = torch.tensor([values.numel()], dtype=torch.int64, device=values.device)
-        sizes = [torch.zeros_like(size) for _ in range(self._group.size())]
-        dist.all_gather(sizes, size, group=self._group)
-        lengths = torch.cat(sizes).tolist()
+        lengths = torch.cat(self._of_all(size)).tolist()
         padded = self._window(values, max(*lengths, 1))
         return [part[:length] for part, length in zip(padded, lengths)]
 

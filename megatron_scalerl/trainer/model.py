@@ -330,7 +330,7 @@ def _check_attention(config: Any, recipe: Recipe) -> None:
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
     """A second policy without gradients, in the recipe's data type; `plan.settings` has compared the vocabularies."""
     family = family_of_folder(hf_path)
-    recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": None})})
+    recipe = recipe.with_settings(policy={"lora": None})
     options = model_options(family, recipe, parallel)
     model = PolicyModel(options, family, recipe=recipe, parallel=parallel).to(parallel.device)
     if options.config.bf16:

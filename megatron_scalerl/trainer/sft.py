@@ -135,16 +135,17 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
         weight_decay=recipe.optimizer.weight_decay,
         clip_grad=recipe.optimizer.clip_grad,
     )
-    trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
-    rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
-    policy = recipe.policy.model_copy(update={"lora": None, "adapter": None})
-    algorithm = recipe.algorithm.model_copy(update={"kl": None, "teachers": {}, "name": "scalerl", "settings": {}})
-    update = dict(optimizer=optimizer, trainer=trainer, rollouts=rollouts, policy=policy, algorithm=algorithm)
+    recipe = recipe.model_copy(update={"optimizer": optimizer}).with_settings(
+        trainer={"world_size": world_size, "threads": section.threads},
+        rollouts={"temperature": 1.0},
+        policy={"lora": None, "adapter": None},
+        algorithm={"kl": None, "teachers": {}, "name": "scalerl", "settings": {}},
+    )
     # A single process holds the whole policy, however the RL run shards it.
     if world_size == 1:
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
-        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
-    return recipe.model_copy(update=update)
+        recipe = recipe.with_settings(megatron={"parallel": {}, "model": model})
+    return recipe
 
 
 def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:

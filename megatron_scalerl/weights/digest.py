@@ -21,8 +21,9 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
-Along = range | torch.Tensor
+Along = range | Tensor
 """The whole tensor's index at each position of a dimension: a range of step 1, or an int64 tensor [n] in any
 order."""
 _CHUNK_WORDS = 1 << 20
@@ -46,13 +47,13 @@ def mixed(x: int) -> int:
 
 
 @cache
-def _factors(device: torch.device) -> torch.Tensor:
+def _factors(device: torch.device) -> Tensor:
     """[_CHUNK_WORDS] int64 odd factors, one for each word of a chunk."""
     words = splitmix64(np.arange(_CHUNK_WORDS, dtype=np.uint64)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
 
 
-def digest(data: torch.Tensor) -> int:
+def digest(data: Tensor) -> int:
     """64-bit digest of a contiguous uint8 tensor whose length is a multiple of 8."""
     assert data.dtype == torch.uint8 and data.numel() % 8 == 0, "whole 64-bit words"
     words = data.view(torch.int64)
@@ -65,22 +66,18 @@ def digest(data: torch.Tensor) -> int:
     return (whole_chunks + last_chunk) & _MASK
 
 
-def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+def weighted_sum(bits: Tensor, starts: np.ndarray, rows: np.ndarray, inner: Tensor) -> int:
     """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j] modulo 2^64, computed on the device of the bits.
 
     bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on bits' device.
     """
-    if bits.device.type == "cpu":
-        return _on_cpu(bits, starts, rows, inner)
-    return _on_device(bits, starts, rows, inner)
-
-
-def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+    if bits.device.type != "cpu":
+        return _on_device(bits, starts, rows, inner)
     unsigned = bits.numpy().view(f"u{bits.element_size()}")
     return int(_compiled_sum()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
 
 
-def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+def _on_device(bits: Tensor, starts: np.ndarray, rows: np.ndarray, inner: Tensor) -> int:
     # The import is here because the module imports Triton.
     from megatron_scalerl.weights import sum_kernel
 
@@ -116,7 +113,7 @@ def combine(digests: Iterable[int]) -> str:
     return f"{total:016x}"
 
 
-def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
+def value_digest(values: Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
     """Digest of a part of a tensor.
 
     values: of any strides; dimension d of the values has the indices `along[d]` of the whole tensor's dimension
@@ -156,7 +153,7 @@ def _table(axis: int, bits: int) -> np.ndarray:
     return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
 
 
-def _weighted_digest(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
+def _weighted_digest(values: Tensor, factors: Sequence[np.ndarray]) -> int:
     strides = values.stride()
     contiguous = (d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1)
     inner = next(contiguous, None)

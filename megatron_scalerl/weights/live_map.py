@@ -25,14 +25,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_scalerl.record import record
 from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
 from megatron_scalerl.weights.plan import Manifest, Ranges, merged_rectangles
 
-Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 """The load_weights method of a model."""
-Copied = Callable[["_Recording", torch.Tensor], None]
+Copied = Callable[["_Recording", Tensor], None]
 """A function that takes the source and the destination of a copy."""
 _IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
 """Functions after which every element lies where it lay before."""
@@ -65,11 +66,11 @@ class Scatter:
     stride: tuple[int, ...]
     """Strides of the destination, in elements."""
     source_offset: int
-    steps: tuple[torch.Tensor, ...] = field(repr=False)
+    steps: tuple[Tensor, ...] = field(repr=False)
     """[shape[d]] int64 for each dimension d: distance of each index's element from `source_offset` in the flat
     tensor."""
 
-    def destination(self, parameter: torch.Tensor) -> torch.Tensor:
+    def destination(self, parameter: Tensor) -> Tensor:
         """The destination as a view of the parameter's storage."""
         return parameter.data.as_strided(self.shape, self.stride, self.offset)
 
@@ -96,7 +97,7 @@ class LiveView:
     """Name in the Hugging Face checkpoint."""
     parameter: str
     """Name in the engine's model."""
-    live: torch.Tensor
+    live: Tensor
     """The view of the parameter. Dimension d of the view runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
     indices: tuple[Along, ...]
@@ -104,7 +105,7 @@ class LiveView:
     fixed: Mapping[int, int]
     """Dimension of the tensor that is not in `axes` -> the one index that the view has there."""
 
-    def write(self, ranges: Ranges, values: torch.Tensor) -> None:
+    def write(self, ranges: Ranges, values: Tensor) -> None:
         """Write those elements of a rectangle that are in this view. values: in the rectangle's shape."""
         if any(not ranges[axis][0] <= index < ranges[axis][1] for axis, index in self.fixed.items()):
             return
@@ -154,7 +155,7 @@ class LiveView:
         return view_digest
 
 
-def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
+def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, Tensor]) -> list[Scatter]:
     """The copies that `load` would make of the manifest's tensors into `parameters`; no value is copied.
 
     Raises NotImplementedError, naming tensor and function, for a function that cannot be followed. Raises ValueError
@@ -164,7 +165,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     # A loader copies into views of parameters, which share the parameters' storage.
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
 
-    def copied(source: "_Recording", destination: torch.Tensor) -> None:
+    def copied(source: "_Recording", destination: Tensor) -> None:
         parameter = names.get(destination.untyped_storage().data_ptr())
         if parameter is None:
             raise NotImplementedError(
@@ -185,7 +186,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
 
     name = "the manifest's first tensor"
 
-    def recordings() -> Iterator[tuple[str, torch.Tensor]]:
+    def recordings() -> Iterator[tuple[str, Tensor]]:
         # Error messages name the tensor that the loader is reading.
         nonlocal name
         for meta in manifest:
@@ -211,7 +212,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
 
 
 def unfilled_parameters(
-    scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
+    scatters: Iterable[Scatter], parameters: Mapping[str, Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
     """Parameter -> the problem, for each parameter with a value that is not written exactly once; padding does not
     count."""
@@ -229,7 +230,7 @@ def unfilled_parameters(
     return problems
 
 
-def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
+def _padding(layer: Any, key: str, parameter: Tensor) -> int:
     """Number of padding values that vLLM adds to a layer's parameter, and that no checkpoint has."""
     # Only the layers of a vocabulary have `shard_indices`.
     indices = getattr(layer, "shard_indices", None)
@@ -254,7 +255,7 @@ def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ra
     return {name: merged_rectangles(rectangles) for name, rectangles in read.items()}
 
 
-class _Recording(torch.Tensor):
+class _Recording(Tensor):
     """A tensor without values that stands for known elements of a checkpoint's tensor.
 
     A recording is a view of a meta tensor, whose offset and strides name the elements. Some functions cannot return a
@@ -263,9 +264,9 @@ class _Recording(torch.Tensor):
 
     hf_name: str
     on_copy: Copied
-    flat_index: torch.Tensor | None = None
+    flat_index: Tensor | None = None
 
-    def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[torch.Tensor, ...]]:
+    def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[Tensor, ...]]:
         """The elements as (offset, steps of each dimension), for a copy into `shape`.
 
         Raises NotImplementedError for another shape, and for elements in an order that steps cannot describe.
@@ -295,7 +296,7 @@ class _Recording(torch.Tensor):
                 )
             return offset, tuple(steps)
 
-    def flat_indices(self) -> torch.Tensor:
+    def flat_indices(self) -> Tensor:
         """Index of every element in the flat checkpoint tensor, in this tensor's shape."""
         if self.flat_index is not None:
             return self.flat_index
@@ -306,7 +307,7 @@ class _Recording(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.copy_:
+        if func is Tensor.copy_:
             destination, source = args[:2]
             if not isinstance(source, cls) or isinstance(destination, cls):
                 raise NotImplementedError(
@@ -328,11 +329,11 @@ class _Recording(torch.Tensor):
             if name in ("is_floating_point", "element_size", "__get__"):
                 # These functions ask about the tensor itself, not about the order of the elements.
                 answer = func(*args, **kwargs)
-                if not isinstance(answer, torch.Tensor):
+                if not isinstance(answer, Tensor):
                     return answer
             if source.flat_index is None and name not in ("cat", "stack"):
                 out = func(*args, **kwargs)
-                if not isinstance(out, torch.Tensor | tuple | list) or _are_views(source, out):
+                if not isinstance(out, Tensor | tuple | list) or _are_views(source, out):
                     return _as_recording(source, out)
         return _with_moved_indices(source, func, args, kwargs)
 
@@ -345,18 +346,18 @@ def _flat_values(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _tensors(out: Any) -> list[torch.Tensor]:
-    return [value for value in _flat_values([out]) if isinstance(value, torch.Tensor)]
+def _tensors(out: Any) -> list[Tensor]:
+    return [value for value in _flat_values([out]) if isinstance(value, Tensor)]
 
 
-def _are_views(source: torch.Tensor, out: Any) -> bool:
+def _are_views(source: Tensor, out: Any) -> bool:
     """Whether all tensors in `out` are views of the source; true if there are none."""
     storage = source.untyped_storage()._cdata
     return all(tensor.untyped_storage()._cdata == storage for tensor in _tensors(out))
 
 
 def _as_recording(source: _Recording, out: Any, index: Any = None) -> Any:
-    if isinstance(out, torch.Tensor):
+    if isinstance(out, Tensor):
         recording: _Recording = out.as_subclass(_Recording)
         recording.hf_name = source.hf_name
         recording.on_copy = source.on_copy
@@ -382,10 +383,10 @@ def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -
         return value
 
     out = func(*indices(args), **kwargs)
-    if not isinstance(out, torch.Tensor | tuple | list) or not _tensors(out):
+    if not isinstance(out, Tensor | tuple | list) or not _tensors(out):
         return out
     with torch._C.DisableTorchFunctionSubclass():
         empty = [torch.empty(tensor.shape, dtype=source.dtype, device="meta") for tensor in _tensors(out)]
-    if isinstance(out, torch.Tensor):
+    if isinstance(out, Tensor):
         return _as_recording(source, empty[0], out)
     return _as_recording(source, type(out)(empty), out)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.digest import Along, total
@@ -36,7 +37,7 @@ BLOCK_ROWS = 16
 def live_views(
     scatters: Iterable[Scatter],
     manifest: Manifest,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, Tensor],
     packed: Set[str] = frozenset(),
 ) -> dict[str, list[LiveView]]:
     """Tensor -> the tensor's views in live parameters. packed: names of parameters whose rows lie in blocks of
@@ -57,7 +58,7 @@ def live_views(
     return views
 
 
-def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LiveView:
+def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: Tensor) -> LiveView:
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start = [int(index) for index in np.unravel_index(scatter.source_offset, shape)]
     # A dimension with one element runs along no axis; the element's index is in `fixed`.
@@ -82,7 +83,7 @@ def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Ten
     )
 
 
-def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
+def _in_blocks(view: LiveView, parameter: Tensor) -> Iterator[LiveView]:
     """Split a view of experts that vLLM has packed into one view for each block of rows.
 
     The experts' shape is [E, N, K]; the packed shape is [E, N / BLOCK_ROWS, K, BLOCK_ROWS].
@@ -112,7 +113,7 @@ def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
 
 
 def _axis_of(
-    steps: torch.Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken_axes: list[int]
+    steps: Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken_axes: list[int]
 ) -> int | None:
     """The dimension of the tensor along which `steps` run; None if the steps fit no dimension outside of
     `taken_axes`."""
@@ -124,7 +125,7 @@ def _axis_of(
     return None
 
 
-def _indices_along(index: torch.Tensor) -> Along:
+def _indices_along(index: Tensor) -> Along:
     first = int(index[0])
     index_range = range(first, first + len(index))
     return index_range if torch.equal(index, torch.arange(index_range.start, index_range.stop)) else index
@@ -219,7 +220,7 @@ class LiveWeights:
         return total(digests)
 
 
-def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+def _check_unquantized(model: Any, parameters: Mapping[str, Tensor]) -> None:
     """Raise NotImplementedError for a quantized model, whose loader changes values."""
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -232,7 +233,7 @@ def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> No
             raise NotImplementedError(f"weights: {name}: the weights of this layer are quantized ({method})")
 
 
-def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Parameter -> the sum of all values' bits. A changed sum shows that the loader wrote computed values."""
     bits = {2: torch.int16, 4: torch.int32}
     return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}

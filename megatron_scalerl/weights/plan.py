@@ -190,7 +190,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The parts that make up every shard's needs, exactly once. Produced by `weights.owners` or `whole_plan`."""
+    """The parts that make up every shard's needs, exactly once. Produced by `weights.owners`."""
 
     parameters: Manifest
     senders: int
@@ -256,13 +256,6 @@ class Bucket:
 def all_of(manifest: Manifest) -> Needs:
     """The needs of a worker that takes every tensor as a whole."""
     return tuple((tuple((0, size) for size in meta.shape),) for meta in manifest)
-
-
-def whole_plan(manifest: Manifest) -> WeightPlan:
-    """The plan of a single sender, which has all tensors as a whole, for workers that need all tensors as a whole."""
-    needs = all_of(manifest)
-    parts = (Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
-    return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=tuple(parts))
 
 
 def manifest_to_json(manifest: Manifest) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER, HfReader, open_folder
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
@@ -37,7 +38,7 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
     fill(chunks, family, HfReader(open_folder(hf_path)).read, parallel)
 
 
-def fill(chunks: Sequence[Any], family: Family, read: Callable[..., torch.Tensor], parallel: Parallel) -> None:
+def fill(chunks: Sequence[Any], family: Family, read: Callable[..., Tensor], parallel: Parallel) -> None:
     """Fill this rank's shards of all tensors in the weight map. `read(name, index, shape)` reads a part of a
     tensor."""
     parameters = canonical_parameters(chunks, parallel)
@@ -83,7 +84,7 @@ class MegatronWeightSource:
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
         self._adapter_functions = _adapter_functions(chunks)
-        self._last_call: tuple[str, torch.Tensor] | None = None
+        self._last_call: tuple[str, Tensor] | None = None
         """Name and result of the last call of a function of `_adapter_functions` in this update."""
         config = unwrap(chunks[0]).config
         self._dtype = str(config.params_dtype).removeprefix("torch.")
@@ -119,12 +120,12 @@ class MegatronWeightSource:
             return None
         return self._sends.ranks.index(self.parallel.rank)
 
-    def read(self, part: int) -> torch.Tensor:
+    def read(self, part: int) -> Tensor:
         """The values of one of this rank's parts, in the rectangle's shape: a view of the parameter."""
         return self._part(part, self._parameters[self._sends.holdings[part].megatron].data)
 
     @torch.no_grad()
-    def as_sent(self, part: int) -> torch.Tensor:
+    def as_sent(self, part: int) -> Tensor:
         """The values of one of this rank's parts, as engines get the values.
 
         The values are those of `read`, with two exceptions: weights with adapters are merged, and an adapter's B is
@@ -139,7 +140,7 @@ class MegatronWeightSource:
             self._last_call = (name, self._adapter_functions[id(parameter)](parameter.data))
         return self._part(part, self._last_call[1])
 
-    def _part(self, part: int, shard: torch.Tensor) -> torch.Tensor:
+    def _part(self, part: int, shard: Tensor) -> Tensor:
         holding = self._sends.holdings[part]
         values = holding.piece.of_shard(shard)
         for axis, index in enumerate(holding.piece.hf_index):
@@ -148,7 +149,7 @@ class MegatronWeightSource:
                 values = values.unsqueeze(axis)
         return values[within(holding.ranges, self.plan.parts[part].ranges)]
 
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """The values of all of this rank's parts, as views of the parameters."""
         return [self.read(number) for number, part in enumerate(self.plan.parts) if part.sender == self.sender]
 
@@ -164,7 +165,7 @@ class MegatronWeightSource:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
+def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[Tensor], Tensor]]:
     """id of a parameter -> the function that makes the values to send, for weights with adapters and for the
     adapters' B."""
     functions = {}
@@ -206,7 +207,7 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
         raise RuntimeError("weights: the ranks of the trainer have made different plans of a weight update")
 
 
-def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.Tensor]:
+def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, Tensor]:
     """This rank's parameters and persistent buffers by the weight map's names.
 
     The names have global layer and expert numbers, and the spelling of plain layers.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
+from recipe_files import small_recipe
 from rollout_groups import group, group_of, rollout
 from stored_episodes import FORKED
 
@@ -15,14 +16,9 @@ from megatron_scalerl.algorithms import ScaleRL, algorithm_of
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, facts_of_parts
 from megatron_scalerl.controller.samples import empty_reason, samples_of
 from megatron_scalerl.losses import LossInputs
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Prompt, Score
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-
-def recipe(**sections):
-    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "p.jsonl"}, **sections)
 
 
 TEACHER = {"t": {"path": "p"}}
@@ -46,9 +42,9 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
     sections = {"advantages": {"normalize": "prompt"}, "filters": {"zero_variance": False}}
     sections |= {"loss": {"name": "dapo", "clip_high": 0.3, "reduction": "token_mean"}}
     expected = dict(normalize="prompt", zero_variance=False, reduction="token_mean", loss_name="dapo")
-    assert algorithm_of(recipe(**sections)) == ScaleRL(**expected, loss_options={"clip_high": 0.3})
-    assert algorithm_of(recipe()) == ScaleRL() == algorithm_of(recipe(algorithm="scalerl"))
-    assert algorithm_of(recipe()).separable and not algorithm_of(recipe(loss={"name": "gspo"})).separable
+    assert algorithm_of(small_recipe(**sections)) == ScaleRL(**expected, loss_options={"clip_high": 0.3})
+    assert algorithm_of(small_recipe()) == ScaleRL() == algorithm_of(small_recipe(algorithm="scalerl"))
+    assert algorithm_of(small_recipe()).separable and not algorithm_of(small_recipe(loss={"name": "gspo"})).separable
 
 
 @pytest.mark.parametrize(
@@ -79,11 +75,11 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
 )
 def test_an_algorithm_that_cannot_be_made_is_refused_with_its_key(sections, said):
     with pytest.raises(ValueError, match=said):
-        algorithm_of(recipe(**sections))
+        algorithm_of(small_recipe(**sections))
 
 
 def test_a_subclass_chooses_groups_and_its_reason_is_said():
-    algorithm = algorithm_of(recipe(algorithm={"name": f"{__name__}:OneGroup", "most": 3}))
+    algorithm = algorithm_of(small_recipe(algorithm={"name": f"{__name__}:OneGroup", "most": 3}))
     groups = [group([1, 1, 1]), group([1] * 4, group_id=1), group([-1, -1], group_id=2)]
     plan = samples_of(groups, algorithm)
     assert list(plan.trained.advantages) == [0] and plan.trained.dropped == {
@@ -106,17 +102,16 @@ def test_a_subclass_chooses_groups_and_its_reason_is_said():
     ],
 )
 def test_a_divergence_that_cannot_be_computed_is_refused(sections, said):
-    given = {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "p.jsonl"}} | sections
     with pytest.raises(ValueError, match=said):
-        algorithm_of(Recipe.model_validate(given | {"algorithm": {"kl": {"coefficient": 0.1}}}))
+        algorithm_of(small_recipe(**sections, algorithm={"kl": {"coefficient": 0.1}}))
 
 
 def test_leave_one_out_by_hand():
-    algorithm = algorithm_of(recipe(algorithm={"name": "rloo:RLOO", "scale": 2.0}))
+    algorithm = algorithm_of(small_recipe(algorithm={"name": "rloo:RLOO", "scale": 2.0}))
     plan = samples_of([group([1, -1, -1]), group([1, -1], group_id=1)], algorithm)
     assert [sample.advantage for sample in plan.samples] == pytest.approx([4, -2, -2, 4, -4])
     assert algorithm.separable and algorithm.loss_name == "cispo"
-    of_sequences = algorithm_of(recipe(algorithm="rloo:RLOO", loss={"name": "gspo"}))
+    of_sequences = algorithm_of(small_recipe(algorithm="rloo:RLOO", loss={"name": "gspo"}))
     assert not of_sequences.separable, "a ratio of a sequence is none of a chunk's tokens"
 
 
@@ -156,7 +151,7 @@ async def test_each_sampled_token_has_the_servers_log_probability_of_its_place()
     completions = (*map(facts_of, samples[:2]), facts_of_parts(samples[2:], (None, 0)))
     async with RawTestServer(answer) as server:
         settings = {"name": "distill:FromServer", "url": f"http://127.0.0.1:{server.port}"}
-        teacher = algorithm_of(recipe(algorithm=settings))
+        teacher = algorithm_of(small_recipe(algorithm=settings))
         columns = await teacher.score(replace(group([1] * 3), completions=completions), samples)
     expected = [[-2], [-2, 0, -4], [-2, 0, 0], [0, 0, 0, -3, -4]]
     assert columns == [{"teacher_logprobs": column} for column in expected]
@@ -176,7 +171,7 @@ async def test_each_sampled_token_has_the_servers_log_probability_of_its_place()
 )
 def test_the_advantage_of_a_token_by_hand(name, setting, advantages, dropped):
     """The policy gives the tokens -1 and -2 nats, the server -0.5 and -4; ScaleRL's advantage is 1."""
-    algorithm = algorithm_of(recipe(algorithm={"name": name, **setting}))
+    algorithm = algorithm_of(small_recipe(algorithm={"name": name, **setting}))
     logprobs = torch.tensor([-1.0, -2.0, torch.nan], requires_grad=True)
     inputs = LossInputs(
         trainer_logprobs=logprobs,

@@ -41,6 +41,11 @@ def stepped(trainer):
     return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
 
 
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
 def test_a_trainer_that_starts_from_it_makes_the_same_step(policy, parallel, tmp_path):
     """The converted weights differ from those in the recipe's folder, so that the source of the weights shows."""
     other = tmp_path / "other"
@@ -50,8 +55,7 @@ def test_a_trainer_that_starts_from_it_makes_the_same_step(policy, parallel, tmp
     expected = stepped(make_trainer(make_recipe(other), parallel))
     start = {"path": str(policy), "dtype": "float32", "megatron_path": str(tmp_path / "megatron")}
     found = stepped(make_trainer(make_recipe(policy, policy=start), parallel))
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    check_equal(found, expected)
     with pytest.raises(ValueError, match="COMMIT: this file does not exist"):
         make_trainer(make_recipe(policy, policy={**start, "megatron_path": str(tmp_path / "none")}), parallel)
 
@@ -67,7 +71,6 @@ def test_a_runs_checkpoint_is_exported_as_the_trainer_has_it(dtype, policy, para
     to_hf(tmp_path / "step_000001", tmp_path / "out", Options(verify=True), like=policy)
 
     found, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", policy))
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    check_equal(found, expected)
     assert any(not torch.equal(value.float(), before[name]) for name, value in found.items())
     assert f'"dtype": "{dtype}"' in (tmp_path / "out/config.json").read_text()

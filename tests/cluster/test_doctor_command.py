@@ -1,7 +1,6 @@
 """`megatron-scalerl doctor`: versions, digests, the report and its file."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 from command_line import refusal
 from fakes.nvml import HOSTS
+from programs import ended
 
 import megatron_scalerl
 from megatron_scalerl.__main__ import main
@@ -192,7 +192,7 @@ def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):
 def test_a_real_node_is_examined_in_processes(tmp_path):
     """This machine with a recipe, by the command itself; the policy and the prompts do not exist."""
     words = f"-m megatron_scalerl doctor {RECIPE} output_dir={tmp_path}/runs --json -"
-    done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True)
+    done = ended(sys.executable, *words.split())
     assert done.returncode == 1, done.stderr
     report = {check.name: check for check in msgspec.json.decode(done.stdout, type=list[Check])}
     assert report["packages"].found and ", recipe " in report["digests"].found

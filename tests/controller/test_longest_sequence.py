@@ -3,7 +3,7 @@
 import math
 
 import yaml
-from recipe_files import SETTLED
+from recipe_files import SETTLED, small_recipe
 from refusals import refused
 
 from megatron_scalerl.controller.preflight import check_inputs
@@ -33,7 +33,7 @@ def recipe(tiny, **sections):
 
 
 def test_the_papers_lengths_need_more_than_16384():
-    r = Recipe.model_validate({"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}})
+    r = small_recipe()
     assert r.longest_sequence(phrase_tokens=20) == 2048 + 12288 + 20 + 2048 + 1
     # without a tokenizer: at most one token per byte
     assert r.longest_sequence() == 2048 + 12288 + len(PAPER_PHRASE + "</think>") + 2048 + 1
@@ -78,7 +78,7 @@ def test_the_resolved_recipe_holds_the_numbers(tiny, tmp_path):
 
 def test_a_run_started_with_another_default_keeps_it(tiny, tmp_path):
     unset = recipe(tiny, output_dir=str(tmp_path))
-    earlier = unset.model_copy(update={"trainer": unset.trainer.model_copy(update={"micro_batch_tokens": 16384})})
+    earlier = unset.with_settings(trainer={"micro_batch_tokens": 16384})
     RunFolder(check_inputs(earlier).resolved(earlier)).close()
     resolved = check_inputs(unset).resolved(unset)
     assert resolved.trainer.micro_batch_tokens == 16384

@@ -7,6 +7,7 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 from fakes.trainer import StandInTrainer
+from recipe_files import small_recipe
 from waiting import passes
 
 from megatron_scalerl.controller.overlap import Overlap
@@ -15,10 +16,9 @@ from megatron_scalerl.controller.run_folder import RunState
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt
 
-RECIPE = Recipe(name="r", steps=1, policy={"path": "p", "dtype": "float32"}, prompts={"path": "q"})
+RECIPE = small_recipe(policy={"path": "p", "dtype": "float32"})
 PROMPTS = [Prompt(prompt_id=f"p{i}", text="", answer="", token_ids=(1, 2, 3)) for i in range(6)]
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
+from recipe_files import small_recipe
 
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.controller.metrics import means, text, within_variance
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.completing import Completer
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt
 
 PROMPTS = [Prompt(prompt_id=f"id{i}", text=f"text{i}", answer="1", token_ids=(1,)) for i in range(4)]
@@ -34,7 +34,7 @@ def validate(*steps, sampled=None, prompts=PROMPTS, metrics=None, **validation):
 
     async def run():
         settings = {"generations": 3, "end_generations": 3} | validation
-        recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=settings)
+        recipe = small_recipe(steps=9, validation=settings)
         found = []
         for step in steps:
             engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of(**sampled or {})

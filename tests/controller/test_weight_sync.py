@@ -6,11 +6,11 @@ import re
 import pytest
 from fakes.engine import StandInEngine
 from fakes.trainer import StandInTrainer
+from recipe_files import small_recipe
 
 from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightsUnchanged, WeightSync
 from megatron_scalerl.engine.answers import REFUSED
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json
@@ -39,7 +39,7 @@ def frozen():
 
 @pytest.fixture
 def recipe():
-    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, weights={"transport": "gloo"})
+    return small_recipe(weights={"transport": "gloo"})
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])

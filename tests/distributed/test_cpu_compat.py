@@ -1,9 +1,9 @@
 """The CPU patches are opt-in and refuse GPUs."""
 
-import subprocess
 import sys
 
 import pytest
+from programs import printed
 
 from megatron_scalerl.distributed import cpu_compat
 
@@ -20,5 +20,4 @@ def test_importing_the_seam_patches_nothing():
         "import torch, megatron_scalerl.distributed.device, megatron_scalerl.distributed.cpu_compat\n"
         "try:\n    torch.cuda.current_device()\nexcept (AssertionError, RuntimeError):\n    print('untouched')\n"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "untouched"
+    assert printed(sys.executable, "-c", code).strip() == "untouched"

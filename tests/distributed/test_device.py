@@ -6,13 +6,13 @@ a GPU; `tests/gpu` does.
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import printed
 from random_policy import make_recipe
 
 import megatron_scalerl
@@ -46,9 +46,8 @@ def test_transformer_engine_can_be_left_out(tmp_path):
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), str(Path(megatron_scalerl.__file__).parent.parent)])
-    env = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", LAYERS], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:3] == [" True", "plain False", "te True"]
+    done = printed(sys.executable, "-c", LAYERS, PYTHONPATH=paths)
+    assert done.split("\n")[:3] == [" True", "plain False", "te True"]
 
 
 @pytest.mark.parametrize("asked", ["te", "TE"])

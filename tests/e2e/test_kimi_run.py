@@ -5,14 +5,13 @@ rotary angles shows in the log-probabilities alone. The run goes on under anothe
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from kimi_policy import make_kimi
+from programs import printed
 from safetensors.torch import load_file
 from tiny_logprobs import of_model
 from whole_runs import ROOT, overrides, product
@@ -85,16 +84,9 @@ def of_transformers(folder, texts):
 
 
 def of_vllm(folder, **job):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, folder, json.dumps(job)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    [said] = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    argv = [sys.executable, "-c", PROGRAM, folder, json.dumps(job)]
+    output = printed(*argv, timeout=500, OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
+    [said] = [line for line in output.splitlines() if line.startswith("answer ")]
     return json.loads(said.removeprefix("answer "))
 
 

@@ -41,9 +41,14 @@ def free(seed=0, tokens=40):
     return SamplingSpec(max_tokens=tokens, seed=seed, ignore_eos=True)
 
 
+def asked(engine, *settings):
+    """A completion of the prompt with the settings of `free`."""
+    return engine.client.generate(PROMPT, sampling=free(*settings))
+
+
 def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
     async def scenario():
-        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s)) for s in (0, 0, 1)))
+        return await asyncio.gather(*(asked(engine, s) for s in (0, 0, 1)))
 
     first, same, other = run(scenario())
     assert first.token_ids == same.token_ids != other.token_ids
@@ -62,7 +67,7 @@ def test_the_policys_generation_config_changes_no_probability(engine, policies, 
     """vLLM uses its top_k, top_p, min_p, penalty and temperature for requests that do not set them."""
 
     async def scenario():
-        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))
+        return await asyncio.gather(*(asked(engine, s, 60) for s in range(16)))
 
     model = tiny_policies.load(policies["dense_a"])
     outside, expected = 0, 0.0
@@ -138,7 +143,7 @@ def test_a_natural_end_never_gets_the_phrase(engine, run):
     """The closing tag is set to tokens that this seed samples anyway; the answer continues far past the cut."""
 
     async def scenario():
-        many = await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(12)))
+        many = await asyncio.gather(*(asked(engine, s, 60) for s in range(12)))
         seed, sampled = next((r.seed, r.token_ids) for r in many if not set(ENDS) & set(r.token_ids))
         tag = sampled[10:12]
         changes = {"think_end_ids": tag, "phrase_ids": (20, 21, *tag), "answer_budget": 40}
@@ -248,10 +253,10 @@ async def progress_once(engine, state):
 def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
     async def scenario():
         before = await engine.client.progress()
-        await engine.client.generate(PROMPT, sampling=free(0, 40))
-        await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(seed, 7)) for seed in range(8)))
+        await asked(engine, 0, 40)
+        await asyncio.gather(*(asked(engine, seed, 7) for seed in range(8)))
         done = await engine.client.progress()
-        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+        long = asyncio.create_task(asked(engine, 0, 1900))
         during = await progress_once(engine, "decoding")
         in_flight = engine.client.in_flight
         long.cancel()
@@ -266,12 +271,12 @@ def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
 
 def test_a_cancelled_completion_is_aborted(engine, run):
     async def scenario():
-        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
-        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        long = asyncio.create_task(asked(engine, 0, 1900))
+        await asked(engine, 0, 20)
         long.cancel()
         with pytest.raises(asyncio.CancelledError):
             await long
-        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        await asked(engine, 0, 20)
         return await engine.client.post("/abort_requests", {})
 
     assert run(scenario()) == b'{"status":"aborted","aborted":0}'
@@ -289,16 +294,16 @@ async def broken_weights_lose_completions(engine, policy):
     await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
     for _ in range(2):
         with pytest.raises(CompletionLost, match=r"token 0: -9999.* is not a log-prob") as lost:
-            await engine.client.generate(PROMPT, sampling=free(0, 5))
+            await asked(engine, 0, 5)
         assert lost.value.reason == "no_logprobs"
     with pytest.raises(EngineError, match="engine-0: 3 completions in a row had no usable log-probabilities"):
-        await engine.client.generate(PROMPT, sampling=free(0, 5))
+        await asked(engine, 0, 5)
 
 
 async def a_hung_core_is_noticed(engine):
     """The core hangs, the server's /health still succeeds, and a pending completion does not delay the error."""
     watching = asyncio.create_task(engine.watch())
-    answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+    answer = asyncio.create_task(asked(engine, 0, 1900))
     await progress_once(engine, "decoding")
     core = next(p for p in psutil.Process(engine.server.pid).children(recursive=True) if "EngineCore" in p.name())
     core.suspend()
@@ -328,9 +333,9 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
             infos = dict(zip(engines, await asyncio.gather(*(e.start(version=3) for e in engines.values()))))
             victim = engines["model"]
             watching = asyncio.create_task(victim.watch())
-            await victim.client.generate(PROMPT, sampling=free(0, 5))
+            await asked(victim, 0, 5)
             await victim.client.pause(clear_cache=False)  # so that the next one does not end before the server
-            answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
+            answer = asyncio.create_task(asked(victim, 0, 1900))
             await progress_once(victim, "waiting")
             os.kill(victim.server.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):

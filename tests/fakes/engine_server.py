@@ -16,6 +16,7 @@ import random
 import signal
 import socket
 import ssl
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -210,7 +211,7 @@ class StandInEngineServer:
 
 def _choice(tokens, versions):
     edges = [0, *(i for i in range(1, len(versions)) if versions[i] != versions[i - 1]), len(versions)]
-    spans = [{"version": versions[a], "start": a, "end": b} for a, b in zip(edges, edges[1:])]
+    spans = [{"version": versions[a], "start": a, "end": b} for a, b in pairwise(edges)]
     return {
         "token_ids": tokens,
         "finish_reason": "stop",

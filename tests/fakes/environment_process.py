@@ -91,7 +91,7 @@ class StandInSession:
         return self.texts
 
 
-def stand_in_pool(script, folder, *, agent=False, repeated_failure="lost", workers=4):
+def stand_in_pool(script, folder, *, agent, repeated_failure, workers=4):
     """A pool of stand-in processes."""
     kind = type(
         "Scripted", (StandInEnvironmentProcess,), {"script": script, "declared": ([], repeated_failure, agent)}

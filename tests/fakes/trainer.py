@@ -5,13 +5,15 @@ import json
 import shutil
 from pathlib import Path
 
+from worker_needs import whole_plan
+
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.plan import SendReport, whole_plan
+from megatron_scalerl.weights.plan import SendReport
 
 TRAIN_S, SAVE_S = 2.0, 0.5
 INFO = TrainerInfo(dp_size=1, parameters=1, device="cpu", backend="gloo", logits="fp32")

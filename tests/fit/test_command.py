@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import command
+from programs import ended, printed
 from published import CURVES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +20,7 @@ SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
 
 
 def tool(*arguments):
-    command = [sys.executable, "-m", "megatron_scalerl", "fit", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return ended(sys.executable, "-m", "megatron_scalerl", "fit", *arguments)
 
 
 def test_json_to_standard_output_and_nothing_else(capsys):
@@ -221,9 +221,8 @@ def test_a_large_file_is_fitted_without_torch_and_as_many_points(tmp_path):
     path = tmp_path / "large.csv"
     path.write_text("_step,train/reward\n" + "".join(f"{n},{0.1 + n / 50_000:.5f}\n" for n in range(1, 20_001)))
     code = "import sys; from megatron_scalerl.__main__ import program; program(); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "fit", str(path), "--json", "-"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(answer.stdout)["fits"][0]["n_points"] == 20_000
+    answer = printed(sys.executable, "-c", code, "fit", path, "--json", "-")
+    assert json.loads(answer)["fits"][0]["n_points"] == 20_000
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 
-def synthetic(n=24, *, asymptote=0.62, exponent=1.8, midpoint=0.3, initial=0.4, size=16000, seed=0, until=1.0):
-    """(compute, measured pass rate) of a run with binomial noise; compute ends at `until`."""
-    compute = np.linspace(until / n, until, n)
-    truth = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint * until, initial=initial)
+def synthetic(n=24, *, asymptote=0.62, midpoint=0.3, size=16000, seed=0):
+    """(compute, measured pass rate) of a run with binomial noise; compute ends at 1."""
+    compute = np.linspace(1 / n, 1.0, n)
+    truth = sigmoid(compute, asymptote=asymptote, exponent=1.8, midpoint=midpoint, initial=0.4)
     return compute, np.random.default_rng(seed).binomial(size, truth) / size
 
 

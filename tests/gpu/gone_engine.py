@@ -7,10 +7,11 @@ import sys
 
 import torch
 import torch.distributed as dist
+from worker_needs import whole_plan
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, use_interface
-from megatron_scalerl.weights.plan import Connection, manifest_of, whole_plan
+from megatron_scalerl.weights.plan import Connection, manifest_of
 from megatron_scalerl.weights.transport import join_sender, make_sender
 from megatron_scalerl.weights.transport.frames import assembled_tensors, receive
 

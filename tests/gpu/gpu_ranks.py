@@ -188,9 +188,11 @@ def layout_of_8b(overrides):
 
 def send(matrices, width):
     """(digests of three updates with the same weights, GiB per second of the fastest)."""
+    from worker_needs import whole_plan
+
     from megatron_scalerl.distributed import device
     from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
-    from megatron_scalerl.weights.plan import Connection, buckets, manifest_of, whole_plan
+    from megatron_scalerl.weights.plan import Connection, buckets, manifest_of
     from megatron_scalerl.weights.transport import make_sender
 
     generator = torch.Generator(device.device()).manual_seed(2)

@@ -1,11 +1,11 @@
 """The page of a session with GPU tests, and the planner's constants in it. PyTorch's GPU is a stand-in."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ended
 
 from megatron_scalerl.plan.assumptions_file import read_assumptions
 
@@ -44,10 +44,8 @@ def test_a_session_leaves_a_page_and_the_planners_constants(tmp_path):
     (tmp_path / "gpu" / "test_some.py").write_text(TESTS)
     argv = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-p", "stand_in", "-p", "no:cacheprovider"]
     paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests", ROOT / "tools")))
-    command = [sys.executable, "-m", "pytest", "-q", *argv, "--gpu-report", "report", "gpu/test_some.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-    )
+    argv = ["-m", "pytest", "-q", *argv, "--gpu-report", "report", "gpu/test_some.py"]
+    done = ended(sys.executable, *argv, cwd=tmp_path, PYTHONPATH=paths)
     assert "1 failed, 2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
     page = (tmp_path / "report" / "gpu_report.md").read_text()
     rows = {line.split(" | ")[0].split("::")[1]: line for line in page.splitlines() if "::" in line}

@@ -59,12 +59,22 @@ def test_variables_of_the_user_travel_and_secrets_do_not(monkeypatch):
         assert not any(word.startswith(f"{name}=") for word in sent)
 
 
-def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
-    program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[1-3]" ] && printf "gpu1\\ngpu2\\ngpu3\\n"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Makes Slurm's program for a job on three nodes."""
+
+    def make(script):
+        program = tmp_path / "scontrol"
+        program.write_text(f"#!/bin/sh\n{script}")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
+
+    return make
+
+
+def test_in_an_allocation_hosts_and_gpus_are_slurms(scontrol, monkeypatch):
+    scontrol('[ "$*" = "show hostnames gpu[1-3]" ] && printf "gpu1\\ngpu2\\ngpu3\\n"\n')
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "128,96(x2)")
     monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
@@ -110,16 +120,12 @@ def test_a_heterogeneous_job_is_refused(monkeypatch):
         named("slurm")
 
 
-def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypatch):
+def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(scontrol, tmp_path, monkeypatch):
     """`scontrol` as it answers for a job; nothing is known where it fails."""
-    program = tmp_path / "scontrol"
-    program.write_text(
-        '#!/bin/sh\n[ "$2" = job ] && { [ "$4" = 5_2 ] && cat "$(dirname "$0")/job"; exit; }\n'
+    scontrol(
+        '[ "$2" = job ] && { [ "$4" = 5_2 ] && cat "$(dirname "$0")/job"; exit; }\n'
         'case "$3" in "gpu[1-3]") printf "gpu1\\ngpu2\\ngpu3\\n";; "gpu[1,3]") printf "gpu1\\ngpu3\\n";; esac\n'
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")

@@ -1,13 +1,13 @@
 """The limit on open files is raised to the need of a run, or the run is refused in one line."""
 
-import subprocess
 import sys
 
 import pytest
 from launch.stand_ins import environment
+from programs import ended
+from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import files_needed
-from megatron_scalerl.recipe import Recipe
 
 SCRIPT = """
 import resource, subprocess, sys
@@ -27,13 +27,12 @@ subprocess.run([sys.executable, "-c", child], check=True)
 @pytest.fixture
 def recipe():
     """Four engines with the default 256 completions each."""
-    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, engine={"count": 4})
+    return small_recipe(engine={"count": 4})
 
 
 def limited(recipe, hard):
     """Run SCRIPT under a soft limit of 256 open files."""
-    argv = [sys.executable, "-c", SCRIPT, str(hard), recipe.model_dump_json()]
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
+    return ended(sys.executable, "-c", SCRIPT, hard, recipe.model_dump_json(), **environment())
 
 
 @pytest.mark.parametrize("times", [1, 4])

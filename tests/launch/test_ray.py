@@ -9,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from programs import ended
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -54,7 +55,7 @@ class Cluster:
     def ask(self, expression):
         """A value that a driver of its own reads from the cluster; empty where the cluster does not answer yet."""
         code = f"import ray; ray.init(address='{self.address}', logging_level='ERROR'); print({expression})"
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout
+        return ended(sys.executable, "-c", code).stdout
 
     def wait_for(self, nodes):
         wait_until(lambda: self.ask("sum(n['Alive'] for n in ray.nodes())").strip() == str(nodes))

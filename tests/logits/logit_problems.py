@@ -2,11 +2,13 @@
 
 import weakref
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Problem = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+IN_FP32_AND_BF16 = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def problem(tokens=7, hidden=5, vocab=11, dtype=torch.float64, top=None):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from logit_problems import LiveBytes, by_log_softmax, relative
+from logit_problems import IN_FP32_AND_BF16, LiveBytes, by_log_softmax, relative
 from triton_interpreter import bf16_as_on_a_gpu, interpret
 
 from megatron_scalerl.logits import cuda_backend, row_kernels, token_logprobs
@@ -97,7 +97,7 @@ def assert_same(found, expected, bound):
 
 @in_the_interpreter
 @pytest.mark.parametrize("logits", ["fp32", "model"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_FP32_AND_BF16
 def test_equals_the_torch_backend(logits, dtype):
     """Also with a padded vocabulary, tokens without loss and a tight workspace."""
     options = dict(vocab_size=VOCAB - 20, places=SOME, temperature=0.7, logits=logits)

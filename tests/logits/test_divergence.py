@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from logit_problems import problem, relative
+from logit_problems import IN_FP32_AND_BF16, problem, relative
 
 from megatron_scalerl.logits import token_loss, torch_backend
 from megatron_scalerl.logits.divergence import SecondPolicy
@@ -63,7 +63,7 @@ def test_finite_differences_of_the_loss_and_the_divergence_together(direction):
     assert torch.autograd.gradcheck(total, (h[:].requires_grad_(), w[:].requires_grad_()), atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_FP32_AND_BF16
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_equal_policies_have_no_divergence_and_no_gradient_of_it(direction, dtype):
     h, w, y = problem(TOKENS, 16, VOCAB, dtype)

@@ -1,9 +1,9 @@
 """TF32 is off inside and the user's setting back outside, whichever of PyTorch's two ways it was set by."""
 
-import subprocess
 import sys
 
 import pytest
+from programs import printed
 
 from megatron_scalerl.logits.exact import bf16_may_be_faster
 
@@ -36,9 +36,8 @@ print(outside, inside, state(), sep="|")
     [("pass", True), ("torch.set_float32_matmul_precision('high')", True), ("matmul.fp32_precision = 'tf32'", False)],
 )
 def test_tf32_is_off_inside_and_the_setting_is_back_outside(setting, readable):
-    program = PROGRAM.format(setting=setting)
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    outside, inside, after = found.stdout.strip().split("|")
+    found = printed(sys.executable, "-c", PROGRAM.format(setting=setting))
+    outside, inside, after = found.strip().split("|")
     precision, allowed, _ = inside.strip("()").split(", ")
     assert precision == "'ieee'" and allowed in (("False",) if readable else ("False", "'mixed'"))
     assert after == outside or (setting == "pass" and after == outside.replace("none", "ieee"))

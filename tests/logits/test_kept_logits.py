@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from logit_problems import LiveBytes, gradients_by_log_softmax, leaves, problem, relative
+from logit_problems import IN_FP32_AND_BF16, LiveBytes, gradients_by_log_softmax, leaves, problem, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_scalerl.logits import token_logprobs, token_loss
@@ -110,7 +110,7 @@ def test_kept_only_for_a_backward_pass():
 
 
 @pytest.mark.parametrize("workspace", [2**17, 2**18, 2**19])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_FP32_AND_BF16
 @pytest.mark.parametrize("total", [kept, in_the_chunk])
 def test_the_workspace_bounds_both_passes(total, dtype, workspace):
     h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)

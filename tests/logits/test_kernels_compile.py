@@ -1,11 +1,11 @@
 """The Triton kernels compiled for a Hopper GPU, which needs none: the compiler and assembler come with Triton."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import triton
+from programs import printed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -42,8 +42,7 @@ def opcodes(monkeypatch, tmp_path):
         options = {"num_warps": warps, "num_stages": 3}
         binary = tmp_path / "kernel.cubin"
         binary.write_bytes(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
-        command = [str(DISASSEMBLER), "-sass", str(binary)]
-        return OPCODE.findall(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+        return OPCODE.findall(printed(DISASSEMBLER, "-sass", binary))
 
     return compiled
 

@@ -27,7 +27,7 @@ def statistics(z, targets, scale=ONE, first=0):
     return stats
 
 
-def assert_true(stats, z, targets, tolerance=2e-6):
+def assert_true(stats, z, targets, tolerance):
     for found, expected in zip(results(stats), truth(z, targets)):
         assert (found.double() - expected).abs().max() < tolerance
 
@@ -38,7 +38,7 @@ def test_statistics_at_any_level(level):
     torch.manual_seed(2)
     z = torch.randn(3, 70) + level
     targets = torch.tensor([0, 33, 69])
-    assert_true(statistics(z, targets), z, targets, tolerance=max(2e-6, abs(level) * 2**-22))
+    assert_true(statistics(z, targets), z, targets, max(2e-6, abs(level) * 2**-22))
 
 
 def test_equal_logits_count_one_by_one():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logit_problems import by_log_softmax, gradients_by_log_softmax, leaves, problem
+from logit_problems import IN_FP32_AND_BF16, by_log_softmax, gradients_by_log_softmax, leaves, problem
 
 from megatron_scalerl.logits import token_logprobs
 
@@ -108,7 +108,7 @@ def test_only_what_needs_a_gradient_gets_one():
         assert torch.allclose(leaves[index].grad, expected[index], atol=1e-12) and leaves[1 - index].grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_FP32_AND_BF16
 @pytest.mark.parametrize("level", [-1e4, -300.0, 0.0, 300.0, 1e4])
 def test_logits_far_from_zero_stay_exact(level, dtype):
     """Adding one number to all logits changes nothing; a running maximum that starts at 0 would give nan."""
@@ -147,7 +147,7 @@ def test_fp32_logits_are_exact_and_model_logits_are_rounded():
     assert torch.equal(rounded, token_logprobs(z, torch.eye(200), y)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_FP32_AND_BF16
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_within_5e_5_nats_for_logits_up_to_50(dtype, temperature):
     h, w, y = problem(tokens=512, hidden=256, vocab=3000, dtype=dtype, top=50.0 * temperature)

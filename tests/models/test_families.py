@@ -15,7 +15,7 @@ from family_configs import (
     as_published,
     experts_apart,
     family_of,
-    shard_shape,
+    shard_of,
 )
 from refusals import refused
 from transformers import (
@@ -61,9 +61,7 @@ def test_shards_put_together_are_the_checkpoint(kind, size, adapters):
     visits = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for rule in found.rules:
         for rank in range(size):
-            shard = torch.zeros(shard_shape(rule, size))
-            for piece in rule.pieces(rank, size):
-                piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
+            shard = shard_of(rule, rank, size, source)
             if rule.exported and (rule.sharded or rank == 0):
                 for piece in rule.pieces(rank, size):
                     back[piece.hf_name][piece.hf_index] = piece.of_shard(shard)

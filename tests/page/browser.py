@@ -64,10 +64,6 @@ class Tab:
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
-    async def open(self, url):
-        """Go to an address."""
-        await self.call("Page.navigate", url=url)
-
 
 async def _first_page(session, file):
     """Where the first page of a browser that starts takes commands."""
@@ -82,8 +78,8 @@ async def _first_page(session, file):
 
 
 @contextlib.asynccontextmanager
-async def opened(profile):
-    """A browser with one empty page, ended with the block. profile: an empty folder."""
+async def opened(profile, url):
+    """A browser with one page, ended with the block. profile: an empty folder."""
     assert CHROMIUM is not None
     options = "--headless --no-sandbox --disable-gpu --remote-debugging-port=0 --disable-background-networking "
     options += f"--user-data-dir={profile} about:blank"
@@ -100,6 +96,7 @@ async def opened(profile):
                 listening = asyncio.create_task(tab.listen())
                 for domain in ("Page", "Runtime", "Network", "Log"):
                     await tab.call(f"{domain}.enable")
+                await tab.call("Page.navigate", url=url)
                 yield tab
                 listening.cancel()
     finally:

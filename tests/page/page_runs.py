@@ -109,7 +109,7 @@ def _written(history, *, tokens, **changes):
     return rollout(tokens=tokens, mask=mask, logprobs=[0.0] * history + [-0.5] * sampled, **changes)
 
 
-def episode_group(number):
+def episode_group():
     """A group with an episode that forked into three parts, one of two turns that did not fork, and a single turn."""
     forked = (
         rollout(tokens=(0, 3)),
@@ -122,8 +122,8 @@ def episode_group(number):
     whole = rollout(tokens=(0, 1, *HOSTILE_IDS, 2, 4), mask=mask, versions=versions, environment=((2, end),))
     made = (forked, whole, rollout(tokens=(1, 4)))
     scores = tuple(Score(correct=right, reward=1.0 if right else -1.0) for right in (True, False, False))
-    prompt = Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(0, 3))
-    return group_of(made, scores, prompt=prompt, group_id=number), made
+    prompt = Prompt(prompt_id="p6", text="", answer="4", token_ids=(0, 3))
+    return group_of(made, scores, prompt=prompt, group_id=6), made
 
 
 def write_decisions(folder, batch, groups):

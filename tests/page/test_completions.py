@@ -97,8 +97,8 @@ def test_control_and_bidi_characters_are_made_visible(reader):
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
     """A reader of group 6 of a fourth step: an episode that forked, one that did not, and a single turn."""
-    run = add_step(write_page_run(tmp_path_factory.mktemp("episodes") / "run"), episode_group(6))
-    write_decisions(run, 3, [episode_group(6)[0]])
+    run = add_step(write_page_run(tmp_path_factory.mktemp("episodes") / "run"), episode_group())
+    write_decisions(run, 3, [episode_group()[0]])
     sizes = {0: 2, 1: 4, 2: 6}
     rows = [
         CompletionScores(
@@ -147,7 +147,7 @@ def test_a_group_counts_the_turns_of_its_episodes(episodes):
 
 
 def test_scores_of_a_part_that_is_missing_are_named(tmp_path):
-    run = add_step(write_page_run(tmp_path / "run"), episode_group(6))
+    run = add_step(write_page_run(tmp_path / "run"), episode_group())
     write_scores(
         run, 4, [CompletionScores(group_id=6, position=1, policy_version=3, logprobs=[-1.0] * 4, entropies=[0.5] * 4)]
     )

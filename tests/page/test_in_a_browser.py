@@ -109,8 +109,7 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
     append(run / "evaluation.jsonl", evaluation_record(2, file=HOSTILE[0]))
     write_page(run, tmp_path / "page.html")
     url = (tmp_path / "page.html").as_uri()
-    async with opened(tmp_path / "profile") as tab:
-        await tab.open(url)
+    async with opened(tmp_path / "profile", url) as tab:
         await check_figures(tab)
         cells = "[...document.querySelectorAll('#evaluations td')].map((each) => each.textContent)"
         assert (await tab.evaluate(cells))[:3] == [HOSTILE[0], "30", "@16 0.250"]
@@ -128,8 +127,7 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
 
 async def test_the_served_page_follows_a_run(run, tmp_path):
     server = PageServer(RunPage(run))
-    async with server.serving(), opened(tmp_path / "profile") as tab:
-        await tab.open(server.url)
+    async with server.serving(), opened(tmp_path / "profile", server.url) as tab:
         await tab.until("document.querySelectorAll('.plot canvas').length === 17")
         await read_hostile_group(tab)
         append(run / "metrics.jsonl", step_record(4, reward=0.75))
@@ -146,13 +144,12 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
 @pytest.fixture
 def episodes(run):
     """The run with a group of an episode that forked, one that did not, and a single turn."""
-    return add_step(run, episode_group(6))
+    return add_step(run, episode_group())
 
 
 async def test_an_episode_is_read_turn_by_turn(episodes, tmp_path):
     write_page(episodes, tmp_path / "page.html")
-    async with opened(tmp_path / "profile") as tab:
-        await tab.open((tmp_path / "page.html").as_uri())
+    async with opened(tmp_path / "profile", (tmp_path / "page.html").as_uri()) as tab:
         await tab.until("document.getElementById('step')?.value === '4' && document.getElementById('text') !== null")
         shown = f"{TEXT}.textContent"
         await tab.until(f"{shown}.includes('part 3 of 3')")
@@ -192,8 +189,7 @@ async def test_a_finished_run_says_what_it_reached_and_no_verdict(run, tmp_path)
     (run / "attempts.jsonl").unlink()
     server = PageServer(RunPage(run))
     said, status = (f"(document.getElementById('{name}')?.textContent ?? '')" for name in ("verdict", "status"))
-    async with server.serving(), opened(tmp_path / "profile") as tab:
-        await tab.open(server.url)
+    async with server.serving(), opened(tmp_path / "profile", server.url) as tab:
         await tab.until(f"{status}.startsWith('live')")
         assert not (await tab.evaluate(said)).startswith("finished")
         append(run / "end.json", {"reason": "all steps are made"})
@@ -215,8 +211,7 @@ async def test_a_finished_run_says_what_it_reached_and_no_verdict(run, tmp_path)
 async def test_the_search_finds_what_is_not_on_the_page_yet(run, tmp_path):
     write_page(run, tmp_path / "page.html")
 
-    async with opened(tmp_path / "profile") as tab:
-        await tab.open((tmp_path / "page.html").as_uri())
+    async with opened(tmp_path / "profile", (tmp_path / "page.html").as_uri()) as tab:
         await tab.until("document.getElementById('step')?.value === '3' && document.getElementById('text') !== null")
         await set_value(tab, "step", "2")
         await set_value(tab, "pick", "3")
@@ -241,8 +236,7 @@ async def test_a_script_that_reached_the_page_would_not_run(run, tmp_path):
     text = (tmp_path / "page.html").read_text()
     (tmp_path / "page.html").write_text(text.replace("<main>", "<main><script>window.broken = 9</script>"))
 
-    async with opened(tmp_path / "profile") as tab:
-        await tab.open((tmp_path / "page.html").as_uri())
+    async with opened(tmp_path / "profile", (tmp_path / "page.html").as_uri()) as tab:
         await tab.until("document.querySelectorAll('.plot canvas').length > 0")
         broken, complaints = await tab.evaluate("typeof window.broken"), tab.complaints
     assert broken == "undefined" and any("Content Security Policy" in each for each in complaints)

@@ -1,13 +1,13 @@
 """Memory: hand-computed bytes, what each setting changes, and the peak of real runs."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from planned_recipes import CONFIGS, family_of, recipe_of
 from predicted_trainer import predict_trainer
+from programs import printed
 from recipe_files import ROOT
 from refusals import refused
 from sampling import sampled
@@ -236,9 +236,7 @@ CASES = ("dense-fp32", "dense-fp32-recompute", "dense-bf16", "dense-bf16-selecti
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled("peak", CASES, 1))
 def test_the_peak_of_real_runs(case):
-    argv = [sys.executable, str(ROOT / "tools/bench_plan.py"), "memory", "--only", case]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    output = printed(sys.executable, ROOT / "tools/bench_plan.py", "memory", "--only", case, timeout=550)
+    result = json.loads(output.strip().splitlines()[-1])
     assert 0.85 <= result["ratio"] <= 1.15, result
     assert result["predicted_mib"] == pytest.approx(sum(result["terms_mib"].values()), abs=1)

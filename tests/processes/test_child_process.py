@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from launch.stand_ins import ROOT, environment, gone, gone_processes, pids_in, stand_in
 from waiting import passes
@@ -61,9 +62,7 @@ def test_a_child_that_has_not_started_to_run_dies_with_a_killed_controller(tmp_p
         "print(subprocess.Popen(tied_command(sys.argv[1:]), start_new_session=True).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *program], env=environment(), capture_output=True, text=True, timeout=240
-    )
+    done = ended(script, *program)
     assert done.returncode == -signal.SIGKILL
     assert gone_processes([int(done.stdout)]) and not (tmp_path / "ran").exists()
 
@@ -94,9 +93,14 @@ def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
     assert gone_processes(pids)
 
 
+async def started(folder):
+    child = await ChildProcess.start("child", stand_in(folder / "pids"), environment(), folder / "log")
+    pids_in(folder / "pids", 1)
+    return child
+
+
 async def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
-    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-    pids_in(tmp_path / "pids", 1)
+    child = await started(tmp_path)
     await child.stop(0.3)
     await child.stop(0.3)
     with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
@@ -108,8 +112,7 @@ async def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch
     """Its number may be another group's by then: a run lasts for weeks."""
     sent = []
 
-    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-    pids_in(tmp_path / "pids", 1)
+    child = await started(tmp_path)
     await child.stop(0.3)
     monkeypatch.setattr(os, "killpg", lambda pid, sig: sent.append(pid))
     child.kill()
@@ -118,8 +121,7 @@ async def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch
 
 
 async def test_a_cancelled_stop_leaves_nothing(tmp_path):
-    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-    pids_in(tmp_path / "pids", 1)
+    child = await started(tmp_path)
     stop = asyncio.create_task(child.stop(600))
     await passes()
     stop.cancel()
@@ -154,8 +156,7 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
 
 
 def ended(program, *words):
-    argv = [sys.executable, "-c", program, *words]
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240)
+    return programs.ended(sys.executable, "-c", program, *words, **environment())
 
 
 def test_a_signal_after_the_cleanup_changes_no_exit_code():

@@ -2,11 +2,11 @@
 
 import gc
 import platform
-import subprocess
 import sys
 import weakref
 
 import pytest
+from programs import printed
 
 from megatron_scalerl.processes.garbage import FULL_COLLECTIONS_EVERY, rare_full_collections, release_memory
 
@@ -52,8 +52,7 @@ print(before - resident(), len(kept))
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="malloc_trim is glibc's")
 def test_freed_fragments_of_a_threads_heap_return_to_the_system():
-    done = subprocess.run([sys.executable, "-c", FRAGMENTS], check=True, capture_output=True, text=True, timeout=240)
-    assert int(done.stdout.split()[0]) > 70
+    assert int(printed(sys.executable, "-c", FRAGMENTS).split()[0]) > 70
 
 
 HEAPS = """
@@ -89,8 +88,7 @@ print(resident() - before)
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="mallopt's thresholds are glibc's")
 def test_threads_keep_no_large_blocks():
     def kept(how):
-        argv = [sys.executable, "-c", HEAPS, how]
-        return int(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=240).stdout)
+        return int(printed(sys.executable, "-c", HEAPS, how))
 
     assert kept("map") < 10 < kept("as it is")
 

@@ -1,9 +1,9 @@
 """What a job holds before its first charge, and between two programs of it."""
 
-import subprocess
 import sys
 
 import pytest
+from programs import printed
 
 from megatron_scalerl.commands import supervise
 from megatron_scalerl.processes import signals
@@ -35,8 +35,7 @@ def held_from_now_in_a_job():
 
 def test_the_variable_counts_on_the_clock_of_the_job_scripts_words():
     def written():
-        cut = ["cut", "-d", " ", "-f1", "/proc/uptime"]
-        return float(subprocess.run(cut, capture_output=True, text=True, check=True).stdout)
+        return float(printed("cut", "-d", " ", "-f1", "/proc/uptime"))
 
     before, held = written(), float(held_from_now_in_a_job())
     assert before <= held <= written()

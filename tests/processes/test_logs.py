@@ -6,11 +6,11 @@ import logging
 import os
 import re
 import stat
-import subprocess
 import sys
 
 import pytest
 from launch.stand_ins import environment
+from programs import ended
 
 from megatron_scalerl.processes import logs
 from megatron_scalerl.processes.child_process import ChildProcess
@@ -97,8 +97,6 @@ with log_failures("/dev/full"):
 
 
 def test_a_full_disk_with_the_log_on_it_leaves_the_failure_with_its_path():
-    done = subprocess.run(
-        [sys.executable, "-c", FULL], env=environment(), capture_output=True, text=True, timeout=240
-    )
+    done = ended(sys.executable, "-c", FULL, **environment())
     last = "OSError: [Errno 28] No space left on device: '/run/journal.jsonl'\ntraceback in /dev/full\n"
     assert done.stderr.endswith(last) and done.stderr.count("Error") == 1, done.stderr

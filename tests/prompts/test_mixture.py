@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_lines import write
 from recipe_files import SETTLED, small_recipe
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
@@ -78,9 +79,8 @@ def test_the_end_names_the_reason_of_every_task():
 
 
 def task(tmp_path, name, rows, **values):
-    path = tmp_path / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
+    path = write(tmp_path / f"{name}.jsonl", rows)
+    section = PromptsSection(path=path, **SETTLED | {"held_out": 0} | values)
     return Task(name=name, weight=1.0, recipe=small_recipe(prompts=section))
 
 

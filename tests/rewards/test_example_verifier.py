@@ -1,14 +1,15 @@
 """The example of a custom verifier runs and scores as documented."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+from programs import ended
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "add_a_verifier.py"
 
 
 def test_the_example_scores_five_answers():
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True)
+    done = ended(sys.executable, EXAMPLE)
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["[1,", "2]", "reward", "+1.0"],
         ["[2,", "1]", "reward", "+0.5"],

@@ -4,6 +4,7 @@ import dataclasses
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from recipe_files import small_recipe
 from rollout_groups import group_of, rollout
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 
@@ -11,16 +12,13 @@ from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LengthPenaltySection
 from megatron_scalerl.rewards.length_penalty import length_penalty, penalized
 from megatron_scalerl.rollouts.decoder_pool import Decoded
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt, Score
 
-PAPER = Recipe(
-    name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, rewards={"length_penalty": {}}
-).length_penalty
+PAPER = small_recipe(rewards={"length_penalty": {}}).length_penalty
 SMALL = {"max_tokens": 10, "cache_tokens": 4}
 
 

@@ -48,8 +48,8 @@ class Policy:
 TALK = TurnSettings(prompts="{}", end_ids=(2,), thinking="keep")
 
 
-def session_of(server, policy, tokens=20):
-    return server.session(SETTINGS, policy.ask, policy, TALK, vocabulary=20, tokens=tokens)
+def session_of(server, policy):
+    return server.session(SETTINGS, policy.ask, policy, TALK, vocabulary=20, tokens=20)
 
 
 @contextlib.asynccontextmanager

@@ -19,10 +19,11 @@ from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import Decoded, DecoderPool
 from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
-from megatron_scalerl.types import CompletionLost, Prompt
+from megatron_scalerl.types import CompletionLost, Prompt, Score
 
 TOKENIZER = build_tokenizer()
 QUESTION = "7;+2;-7="
+RIGHT = Score(correct=True, reward=1.0)
 LOOP = asyncio.Runner()
 FOLDER = tempfile.TemporaryDirectory()
 POOLS = {}
@@ -48,6 +49,10 @@ def close():
     """End the decoders, as `conftest` does after each file."""
     while POOLS:
         LOOP.run(POOLS.popitem()[1].close())
+
+
+def wrong(reason=""):
+    return Score(correct=False, reward=-1.0, reason=reason)
 
 
 def ids(text):

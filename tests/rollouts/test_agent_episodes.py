@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 from chat_templates import QWEN3_TURNS
-from scripted_episodes import QUESTION, THREE, completed, ids, prompt, said
+from scripted_episodes import QUESTION, RIGHT, THREE, completed, ids, prompt, said, wrong
 from turn_policies import ids_of, save_policy
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
-from megatron_scalerl.types import Score
 
 pytestmark = pytest.mark.slow
 RENDERED = (1, *ids(f"{QUESTION}<think>"))
@@ -40,7 +39,7 @@ def test_an_agent_by_messages_and_by_ids_gives_the_episode_of_reset_and_step(tmp
         assert rollout_of(read(result.parts[0])) == rollout_of(read(by_step.parts[0]))
         assert result.completion == by_step.completion and result.prompt.token_ids == RENDERED
         assert other.asked == engine.asked
-        assert result.score == Score(correct=True, reward=1.0)
+        assert result.score == RIGHT
 
 
 CALL = """<tool_call>
@@ -60,7 +59,7 @@ def test_a_tool_by_messages_gives_the_episode_of_reset_and_step(tmp_path):
         result, engine, _ = run(
             tmp_path, kind, *script, row=row, prompts=prompts, interruption=lengths, tokenizer=tokenizer
         )
-        assert result.score == Score(correct=True, reward=1.0)
+        assert result.score == RIGHT
         results.append((result, engine))
     (by_step, one), (by_chat, other) = results
     assert [context for context, _ in one.asked] == [context for context, _ in other.asked]
@@ -97,7 +96,7 @@ def test_what_was_asked_before_a_failure_is_answered_from_the_record(how, then, 
     (tmp_path / "count").write_text("")
     row = row_of(file=str(tmp_path / "count"), how=how, then=then)
     result, engine, _ = run(tmp_path, "Again", *[said("</think>7<eos>")] * 5, row=row)
-    assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
+    assert result.score == RIGHT and result.completion.turns == 2
     assert len(engine.asked) == asked and (tmp_path / "count").read_text() == "x" * tries
 
 
@@ -115,7 +114,7 @@ def test_an_agent_that_fails_and_says_so_is_wrong_and_nothing_is_sampled_again(t
     )
     script = [said("</think>7<eos>"), said("</think>2<eos>")]
     result, engine, _ = run(tmp_path, "Strict", *script, row=row_of(messages=["3"], reward="no number"))
-    assert result.score == Score(correct=False, reward=-1.0, reason="environment_invalid")
+    assert result.score == wrong("environment_invalid")
     assert result.completion.turns == len(engine.asked) == 2 and not result.completion.truncated
 
 
@@ -123,4 +122,4 @@ def test_an_agent_that_asks_too_often_is_truncated(tmp_path):
     script = [said("</think>7<eos>"), said("</think>2<eos>")]
     result, engine, _ = run(tmp_path, "Talks", *script, row=row_of(messages=["3", "4"]), options={"max_turns": 2})
     assert result.completion.truncated and result.completion.turns == len(engine.asked) == 2
-    assert result.score == Score(correct=False, reward=-1.0, reason="truncated")
+    assert result.score == wrong("truncated")

@@ -27,6 +27,13 @@ async def status(client, agent, **request):
         return response.status
 
 
+@contextlib.asynccontextmanager
+async def begun(policy):
+    """A client, a session and the agent that the session has begun."""
+    async with serving(policy) as (_, client, session):
+        yield client, session, session.begin()
+
+
 async def raw_connection(agent):
     return await asyncio.open_connection("127.0.0.1", int(agent.base_url.split(":")[2].removesuffix("/v1")))
 
@@ -81,16 +88,14 @@ async def test_requests_in_progress_end_with_the_session():
 @pytest.mark.parametrize("kind", [LimitReached, RuntimeError, KeyError])
 async def test_an_error_of_the_policy_ends_the_episode(kind):
     policy = Policy(kind("x"), go=True)
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         assert [await status(client, agent) for _ in range(2)] == [410, 410]
         assert isinstance(session.over.exception(), kind) and len(policy.asked) == 1
 
 
 async def test_an_agent_is_silent_while_no_request_is_in_flight():
     policy = Policy()
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         silent = asyncio.create_task(session.silent())
         call = asyncio.create_task(status(client, agent))
         await until(lambda: policy.asked)
@@ -119,8 +124,7 @@ def asking(text, **settings):
 
 async def test_parallel_branches_may_ask_in_another_order_when_they_are_tried_again():
     policy = Policy(go=True)
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         for text in ("a", "b", "b2"):
             assert await status(client, agent, **asking(text)) == 200
         session.end()
@@ -134,8 +138,7 @@ async def test_parallel_branches_may_ask_in_another_order_when_they_are_tried_ag
 
 async def test_what_is_left_of_a_try_asks_nothing_in_the_next_one():
     policy = Policy()
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         call = asyncio.create_task(status(client, agent))
         await until(lambda: policy.asked)
         session.end()
@@ -151,8 +154,7 @@ async def test_what_is_left_of_a_try_asks_nothing_in_the_next_one():
 
 async def test_a_request_that_is_repeated_before_its_hang_up_is_seen_is_sampled_once():
     policy = Policy()
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         first = asyncio.create_task(status(client, agent))
         await until(lambda: policy.asked)
         again = asyncio.create_task(status(client, agent))
@@ -182,8 +184,7 @@ async def test_settings_that_clients_of_ids_send_are_taken():
 
 async def test_a_request_beyond_what_the_context_may_hold_is_not_rendered():
     policy = Policy(go=True)
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         assert await status(client, agent, **asking("<|im_end|>" * 5000)) == 200
         assert await status(client, agent, **asking("x", tools=[{"a": "<|im_end|>" * 7000}])) == 410
         assert len(policy.asked) == 1 and isinstance(session.over.exception(), LimitReached)
@@ -202,8 +203,7 @@ async def test_one_request_of_a_session_is_rendered_at_a_time():
         return np.array([7]), True
 
     policy.render = render
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, _, agent):
         assert await asyncio.gather(*(status(client, agent, **asking(text)) for text in "abc")) == [200] * 3
     assert most == [1, 1, 1]
 
@@ -297,8 +297,7 @@ async def test_a_call_stands_in_the_message_once_under_the_id_of_its_format(temp
     before, calls = tool_parser(tokenizer, [TOOL], [])(ids_of(tokenizer, text))
     policy = Policy(go=True)
     policy.decoded = dataclasses.replace(policy.decoded, text=text, tool_calls=calls, before_calls=before)
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, _, agent):
         _, body = await answer(client, agent, **ASK)
         message = body["choices"][0]["message"]
         assert message["content"] == ""
@@ -348,8 +347,7 @@ async def test_connections_without_a_known_key_are_few_and_harm_no_agent(monkeyp
 async def test_an_identical_request_after_a_time_out_gets_the_answer_in_progress():
     """The second of its kind, by a client with a time limit that tries again."""
     policy = Policy(go=True)
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, session, agent):
         assert await status(client, agent) == 200
         policy.go.clear()
         for _ in range(3):
@@ -365,8 +363,7 @@ async def test_an_identical_request_after_a_time_out_gets_the_answer_in_progress
 async def test_a_text_that_ends_a_turn_is_no_part_of_the_answer_and_the_talk_goes_on():
     policy = Policy(go=True)
     policy.decoded = dataclasses.replace(policy.decoded, text="Add. Observation: 9")
-    async with serving(policy) as (_, client, session):
-        agent = session.begin()
+    async with begun(policy) as (client, _, agent):
         _, body = await answer(client, agent, **ASK, stop=["Calling tools:", "Observation:"])
         message = body["choices"][0]["message"]
         assert message["content"] == "Add. " and policy.asked[0][1]["stop"] == ["Calling tools:", "Observation:"]

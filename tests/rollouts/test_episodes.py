@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from recipe_files import small_recipe
-from scripted_episodes import THREE, arrays, completed, ids, prompt, said
+from scripted_episodes import RIGHT, THREE, arrays, completed, ids, prompt, said, wrong
 
 from megatron_scalerl.batching.rollout_bytes import facts_of_parts, read, rollout_of
 from megatron_scalerl.rollouts.plans import Draw
@@ -47,7 +47,7 @@ def test_an_episode_of_three_turns_equals_the_hand(tmp_path):
     assert (facts.tokens, facts.sampled_tokens, facts.environment_tokens, facts.turns) == (24, 18, 4, 3)
     assert (facts.first_version, facts.last_version, facts.parts) == (3, 4, ())
     assert facts.logprob_sum == -1.25 * 2 - 0.375 - 1.25 - 0.125 - 0.75
-    assert result.score == Score(correct=True, reward=1.0)
+    assert result.score == RIGHT
     # each turn has a seed and a cut of its own, and the room that is left of 22 tokens
     assert len({spec.seed for _, spec in engine.asked}) == 3
     assert [spec.max_tokens for _, spec in engine.asked] == [22, 12, 1]
@@ -60,7 +60,7 @@ LAST = said("</think>2<eos>")
 @pytest.mark.slow
 def test_without_rewards_the_verifier_scores_the_last_response(tmp_path):
     result, engine, _ = completed(tmp_path, "Echo", SUM, LAST)
-    assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
+    assert result.score == RIGHT and result.completion.turns == 2
     assert engine.asked[1][0][-3:] == ids("8=<think>")
 
 
@@ -81,7 +81,7 @@ def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
     if expected is CompletionLost:
         assert result.reason == "environment_raised" and "ZeroDivisionError" in str(result)
     else:
-        assert result.score == Score(correct=False, reward=-1.0, reason=expected)
+        assert result.score == wrong(expected)
         assert result.score.problem.endswith("ZeroDivisionError\n")
         assert (result.completion.turns, result.completion.truncated) == (2, False)
 
@@ -119,7 +119,7 @@ def test_what_a_limit_ends_is_truncated_and_ends_with_a_turn(tmp_path):
     )
     for result, tokens in ((by_turns, 11), (by_tokens, 11), (by_time, 4)):
         assert result.completion.truncated and result.completion.tokens == tokens
-        assert result.score == Score(correct=False, reward=-1.0, reason="truncated")
+        assert result.score == wrong("truncated")
 
 
 @pytest.mark.slow
@@ -139,12 +139,12 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
     "rewards, last, score",
     [
         ((None, 0.5), "7", Score(correct=False, reward=0.5)),
-        ((False, False), "7", Score(correct=False, reward=-1.0)),
-        ((False, True), "7", Score(correct=True, reward=1.0)),
+        ((False, False), "7", wrong()),
+        ((False, True), "7", RIGHT),
         ((0.5, True), "7", Score(correct=True, reward=1.5)),
         # what it has cost so far is not saved by breaking the environment, or by running out of turns
         ((-4.0, 3.0), "8", Score(correct=False, reward=-4.0, reason="environment_raised")),
-        ((4.0, 3.0), "8", Score(correct=False, reward=-1.0, reason="environment_raised")),
+        ((4.0, 3.0), "8", wrong("environment_raised")),
         ((-4.0, 0.0, 0.0), "7", Score(correct=False, reward=-4.0, reason="truncated")),
     ],
 )

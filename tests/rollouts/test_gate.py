@@ -201,18 +201,12 @@ def test_a_batch_is_taken_ahead_only_if_the_others_can_wait_for_the_version_afte
     assert gate.batch(2) is None, "5 is due at version 2"
 
 
-def phase_gate(groups_per_batch, updates, groups=0, version=0):
-    """A gate whose groups 0 .. groups - 1 have started, and finished last first."""
-    gate = PhaseGate(groups_per_batch=groups_per_batch, updates_per_phase=updates)
-    for group in range(groups):
-        gate.start(group, version)
-    for group in reversed(range(groups)):
-        gate.finish(group, version)
-    return gate
-
-
 def test_where_the_prompts_end_the_phase_has_the_groups_that_it_has():
-    gate = phase_gate(2, 3, groups=5)
+    gate = PhaseGate(groups_per_batch=2, updates_per_phase=3)
+    for group in range(5):
+        gate.start(group, 0)
+    for group in reversed(range(5)):
+        gate.finish(group, 0)
     assert gate.batch(0) is None
     gate.exhaust()
     gate.take(gate.batch(0))

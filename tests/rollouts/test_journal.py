@@ -1,13 +1,13 @@
 """The journal and its groups: round trip, order on the disk, damage."""
 
 import asyncio
-import json
 import os
 import threading
 
 import pytest
 from journal_groups import found, found_batch, group, record
 from journals import finish, write_journal
+from json_lines import lines
 from waiting import passes, until
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -92,7 +92,7 @@ def test_a_block_of_another_group_is_named(tmp_path):
     path = tmp_path / "journal.jsonl"
     rows = read_jsonl(path)
     rows[4]["group_id"] = 1
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(lines(rows))
     with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: .* group 2; .* 1"):
         read_groups(tmp_path, read_history(tmp_path), [1])
 

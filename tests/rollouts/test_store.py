@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import pytest
 from blocks import block
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import printed
 
 from megatron_scalerl.rollouts.store import (
     StoreWriter,
@@ -158,10 +158,7 @@ except OSError as error:
 def test_a_write_that_is_cut_short_leaves_nothing(tmp_path):
     """A limit on the file's size stands for the disk: the write that passes it is cut short, then fails."""
     paths = [p for p in sys.path if p]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, tmp_path, *paths], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["2", str(segment_path(tmp_path, 0))]
+    assert printed(sys.executable, "-c", LIMITED, tmp_path, *paths).split() == ["2", str(segment_path(tmp_path, 0))]
     assert segment_path(tmp_path, 0).read_bytes() == block(0)[0] + block(1)[0]
 
 

@@ -88,9 +88,13 @@ def wait_for(condition, seconds=300.0):
     return found
 
 
-def wait_for_end(state_of, job, seconds=300.0):
+def wait_for_end(job, seconds=300.0):
     """The final state of a job."""
-    return wait_for(lambda: (state := state_of(job)) in ENDED and state, seconds)
+    return wait_for(lambda: (state := cluster.last_state(job)) in ENDED and state, seconds)
+
+
+def check_completed(run, job, seconds=300.0):
+    assert wait_for_end(job, seconds) == "COMPLETED", output_of(run, job)
 
 
 def submitted(words, capsys):

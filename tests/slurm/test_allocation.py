@@ -24,9 +24,8 @@ def asked(nodes=1, **options):
 
 def recipe_like(ranks, engines, devices):
     """A recipe whose layout is not checked."""
-    one = BASE.trainer.model_copy(update={"world_size": ranks})
-    other = BASE.engine.model_copy(update={"count": engines, "devices_per_engine": devices})
-    return BASE.model_copy(update={"trainer": one, "engine": other})
+    engine = {"count": engines, "devices_per_engine": devices}
+    return BASE.with_settings(trainer={"world_size": ranks}, engine=engine)
 
 
 BASE = load_recipe(ROOT / "recipes/tiny_cpu.yaml", ["weights.transport=auto"])

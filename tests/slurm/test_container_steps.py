@@ -9,9 +9,7 @@ import sys
 
 import pytest
 import yaml
-from slurm_runs import JOB, ROOT, output_of, steps, submitted, wait_for_end, write_recipe
-
-from megatron_scalerl.cluster import cluster as slurm
+from slurm_runs import JOB, ROOT, check_completed, steps, submitted, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1"]
@@ -38,6 +36,6 @@ def test_a_run_of_three_nodes_in_containers(tmp_path, tiny, on_login_node, capsy
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path, steps=2, validation={"every_steps": 0})
     words = ["submit", str(tmp_path / "r.yaml"), *JOB, *NODES, "--site", str(tmp_path / "site.yaml")]
     [job] = submitted(words, capsys)
-    assert wait_for_end(slurm.last_state, job, 800) == "COMPLETED", output_of(run, job)
+    check_completed(run, job, 800)
     assert steps(run) == 2
     assert list((run / f"slurm/{job}.0/outside").glob("asked.*")) == [], "every use of srun has ended"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import refusal
+from programs import ended, printed
 from refusals import refused
 from slurm_runs import write_recipe
 
@@ -156,7 +157,7 @@ def test_a_container_sees_the_runs_folder(tmp_path, site, words):
     text = checked(changed(SEVERAL, site=site), tmp_path)
     [line] = [line for line in text.splitlines() if line.startswith("container=(")]
     show = f"run='/r r' MSRL_LOCAL=/l/7\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
-    found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
+    found = printed("bash", "-c", show).splitlines()
     assert [word for word in words if word not in found] == []
     [controller] = [line for line in text.splitlines() if "train --supervise" in line]
     assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
@@ -183,10 +184,8 @@ def test_steps_of_a_container_get_its_words_and_what_the_job_has_exported(tmp_pa
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$NCCL_IB_HCA: $*"\n')
     (tmp_path / "srun").chmod(0o755)
     step = "$outside/srun --nodes=1 env true; kill $relay"
-    done = subprocess.run(
-        ["bash", "-c", f"logs={tmp_path} run=r MSRL_LOCAL=/l/7\n{variable}\n{relay}\n{step}"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    script = f"logs={tmp_path} run=r MSRL_LOCAL=/l/7\n{variable}\n{relay}\n{step}"
+    done = ended("bash", "-c", script, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout == f"=mlx5_0:1: --nodes=1 {words} env true\n", done.stderr
 
 
@@ -415,7 +414,7 @@ def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
     script = written(tmp_path, program, chain=True)
     rewrite(tmp_path / "end.json", [{"reason": "why", "gave_up": gave_up}])
     os.utime(script, (0, 0))
-    done = subprocess.run(["bash", script], env=os.environ | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True)
+    done = ended("bash", script, SLURM_JOB_ID="7")
     assert done.returncode == code and 'the run has ended: {"reason":"why"' in done.stdout
     assert not (tmp_path / "started").exists()
 
@@ -513,10 +512,7 @@ def test_no_folder_is_executed_or_changed(folder, tmp_path):
     says = [line for line in text.splitlines() if "go on with: sbatch" in line]
     assert says and all(folder not in line for line in says)
     begin = text.split("max_requeues=")[0].split("#\n", 1)[1]
-    done = subprocess.run(
-        ["bash", "-c", f'{begin}\necho "$run"'], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    assert done.stdout == f"{run}\n"
+    assert printed("bash", "-c", f'{begin}\necho "$run"', cwd=tmp_path) == f"{run}\n"
     assert not (tmp_path / "hacked").exists()
 
 

@@ -34,7 +34,7 @@ def run(policy, tmp_path, cluster, on_login_node, capsys):
     assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}
     yield folder, job
     slurm.cancel([job])
-    wait_for_end(slurm.last_state, job, 120)
+    wait_for_end(job, 120)
 
 
 def states(folder):

@@ -4,9 +4,18 @@ The program is a stand-in that has a step on each node (tests/slurm/stand_in_pro
 """
 
 import pytest
-from slurm_runs import FLEET, TWO, held_by, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
-
-from megatron_scalerl.cluster import cluster as slurm
+from slurm_runs import (
+    FLEET,
+    TWO,
+    check_completed,
+    held_by,
+    nodes_of,
+    output_of,
+    starts,
+    status,
+    submitted,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -31,7 +40,7 @@ def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, cluster, capsy
     cluster.kill_daemon("node2")
     wait_for(lambda: held_by(job) == ["node1"])
     (run / "slurm/broken").touch()  # srun says that the node failed, and waits for its task all the same
-    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
+    check_completed(run, job, 120)
     assert "nodes were lost: node2; queued again" in output_of(run, job)
     assert nodes_of(starts(run)[1]) == ["node1", "node3"]
 
@@ -39,6 +48,6 @@ def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, cluster, capsy
 def test_the_loss_of_the_first_node_queues_the_job_again(stand_in, cluster, capsys):
     job, run = started(stand_in, capsys)
     cluster.kill_daemon("node1")
-    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
+    check_completed(run, job, 120)
     assert nodes_of(starts(run)[1]) == ["node2", "node3"]
     assert f"attempt {job}.0: the first node, node1, was lost" in status(run, capsys)

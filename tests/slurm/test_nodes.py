@@ -6,9 +6,18 @@ The program is a stand-in; its `doctor` is the real one with stand-in GPUs (test
 import contextlib
 
 import pytest
-from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
-
-from megatron_scalerl.cluster import cluster as slurm
+from slurm_runs import (
+    FLEET,
+    TWO,
+    check_completed,
+    nodes_of,
+    output_of,
+    starts,
+    status,
+    submitted,
+    wait_for,
+    wait_for_end,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +35,7 @@ def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
     words, run = stand_in("finish", *TWO, *FLEET)
     (run / "slurm/gpus-node2").write_text("pending remap")
     [job] = submitted(words, capsys)
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    check_completed(run, job)
     [start] = starts(run)
     assert nodes_of(start) == ["node1", "node3"] and start["node"] == "node1"
     train = f"train --supervise --max-failures 3 --hosts slurm --slots 4 {run}/slurm/recipe.yaml"
@@ -46,7 +55,7 @@ def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
     (run / "slurm/gpus-node1").write_text("volatile ecc")
     (run / "slurm/gpus-node2").write_text("foreign memory")
     [job] = submitted(words, capsys)
-    assert wait_for_end(slurm.last_state, job) == "FAILED"
+    assert wait_for_end(job) == "FAILED"
     assert starts(run) == [] and not (run / "slurm/requeues").exists()
     assert "2 of 2 nodes are unfit: " in output_of(run, job)
     assert "last error: preflight: exit code 1: 2 of 2 nodes are unfit: " in status(run, capsys)
@@ -58,7 +67,7 @@ def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node
         [job] = submitted(words, capsys)
         wait_for(lambda: "queued again" in output_of(run, job))
     assert "1 of 2 nodes are unfit: node2 (no report (" in output_of(run, job)
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    check_completed(run, job)
     assert nodes_of(starts(run)[0]) == ["node1", "node3"]
 
 
@@ -72,7 +81,7 @@ def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node,
         wait_for(lambda: len(beats.read_text()) > before + 10)
     assert f"job {job}: RUNNING" in status(run, capsys)
     (run / "slurm/enough").touch()
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED"
+    assert wait_for_end(job) == "COMPLETED"
     assert len(starts(run)) == 1
 
 
@@ -81,6 +90,6 @@ def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):
     words, run = stand_in("wait spend=0.5", "--gpus", "0", "--startup-seconds", "1")
     for hours in ("0.004", "0.4"):  # the first is 4 s of three devices
         [job] = submitted([*words, "--gpu-hours", hours], capsys)
-        assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+        check_completed(run, job)
         assert len(starts(run)) == 2 and f"the budget of {hours} hours is spent" in output_of(run, job)
     assert "0.5 device-hours spent, 0 left of 0.4" in status(run, capsys)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from e2e.whole_runs import overrides
-from slurm_runs import output_of, rows, steps, submitted, wait_for, wait_for_end
+from slurm_runs import check_completed, output_of, rows, steps, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
 from megatron_scalerl.rollouts.history import read_history
@@ -47,7 +47,7 @@ def test_a_run_resumes_on_the_nodes_that_are_left(policy, tmp_path, cluster, on_
     cluster.link(lost, "down")
     reached = steps(folder)
     wait_for(lambda: steps(folder) > reached + 2 or slurm.last_state(job) == "FAILED", 1500)
-    assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(folder, job)
+    check_completed(folder, job, 1500)
     check_whole(folder)
     attempts = [row["incarnation"] for row in rows(folder / "attempts.jsonl")]
     assert attempts[0] == f"{job}.0" and attempts[-1].startswith(f"{job}.1")
@@ -63,7 +63,7 @@ def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
         words = settings(policy, tmp_path, name, "rewards.verifier=tests.slurm.slow_coin:toss")
         job_words = ["--partition", "gpu", "--time", time_limit, "--gpus", "0", *limits]
         [job] = submitted(["submit", RECIPE, *words, *job_words], capsys)
-        assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(tmp_path / name, job)
+        assert wait_for_end(job, 1500) == "COMPLETED", output_of(tmp_path / name, job)
         check_whole(tmp_path / name)
         metrics = rows(tmp_path / name / "metrics.jsonl")
         steps_of[name] = [(row["step"], row["train_pass_rate"], row["weight_digest"]) for row in metrics]
@@ -97,4 +97,4 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
     reached = steps(folder)
     wait_for(lambda: steps(folder) >= reached + 2, 300)
     slurm.cancel([job])
-    wait_for_end(slurm.last_state, job, 120)
+    wait_for_end(job, 120)

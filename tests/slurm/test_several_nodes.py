@@ -5,7 +5,6 @@ from e2e.whole_runs import overrides, run
 from slurm_runs import status, submitted, wait_for_end
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
 RECIPE = "recipes/tiny_cpu.yaml"
@@ -40,7 +39,7 @@ def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(policy, one_host, t
     words = ["submit", RECIPE, *settings(policy, tmp_path, "four"), "--partition", "gpu", "--time", "120"]
     words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0"]
     [job] = submitted(words, capsys)
-    state = wait_for_end(slurm.last_state, job, 2400)
+    state = wait_for_end(job, 2400)
     output = (tmp_path / f"four/slurm/{job}.out").read_text()
     assert state == "COMPLETED", output + status(tmp_path / "four", capsys)
     reports = {file.stem for file in (tmp_path / f"four/slurm/{job}.0/nodes").glob("node*.json")}

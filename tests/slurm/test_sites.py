@@ -1,16 +1,16 @@
 """What sites ask for, on a real Slurm: other options, several partitions, preemption, an allocation of one's own."""
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
+from programs import printed
 from slurm_runs import (
     JOB,
     ROOT,
     STAND_IN_PROGRAM,
     WITH_STAND_INS,
+    check_completed,
     output_of,
     starts,
     steps,
@@ -52,7 +52,7 @@ def test_typed_gpus_with_memory_for_each_on_shared_nodes_of_either_partition(at_
     words, run = at_a_site("finish", "--gpus", "8", sbatch=sbatch)
     words[words.index("--partition") + 1] = "others,high"
     [job] = submitted(words, capsys)
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    check_completed(run, job)
     [start] = starts(run)
     found = start["environment"]
     assert found["SLURM_GPUS_ON_NODE"] == "8" and found["https_proxy"] == "http://proxy:3128"
@@ -71,8 +71,8 @@ def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_
     script = tmp_path / "high.sbatch"
     script.write_text("#!/bin/bash\nsleep 3\n")
     high = slurm.submit(script, ["--partition=high", "--exclusive", "--nodelist=node1", "--output=/dev/null"])
-    assert wait_for_end(slurm.last_state, high) == "COMPLETED"
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    assert wait_for_end(high) == "COMPLETED"
+    check_completed(run, job)
     assert (run / f"slurm/{job}.0/controller.exit").read_text() == "75\n", "saved"
     assert len(starts(run)) == 2 and "saved; queued again" in output_of(run, job)
 
@@ -82,10 +82,6 @@ def test_a_run_in_an_allocation_of_ones_own(tmp_path, tiny, on_login_node):
     """Real trainer ranks on two nodes, stand-in engines; the controller is on the node that asks."""
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path, steps=2, validation={"every_steps": 0})
     words = [sys.executable, WITH_STAND_INS, "train", tmp_path / "r.yaml", "--hosts", "slurm", "--slots", "2"]
-    done = subprocess.run(
-        ["salloc", *JOB[:4], "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", *words, "engine.count=2"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True, text=True, timeout=600, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    argv = ["salloc", *JOB[:4], "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", *words, "engine.count=2"]
+    printed(*argv, timeout=600, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert steps(run) == 2

@@ -98,7 +98,7 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert f"job {job}: RUNNING (node" in said and "not started yet" in said
     slurm._run("scancel", "--batch", "--signal=USR1", job)
-    assert wait_for_end(slurm.last_state, job) == "FAILED"
+    assert wait_for_end(job) == "FAILED"
     assert len(starts(run)) == 2
     folders = [run / f"slurm/{job}.{n}" for n in (0, 1)]
     assert [(folder / "controller.exit").read_text() for folder in folders] == ["75\n", "75\n"]
@@ -120,7 +120,7 @@ def array_of(tmp_path, stand_in, **ends):
 
 def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys):
     [job] = submitted(array_of(tmp_path, stand_in, a="finish", b="3", c="finish", d="finish"), capsys)
-    states = [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(4)]
+    states = [wait_for_end(f"{job}_{n}") for n in range(4)]
     assert states == ["COMPLETED", "FAILED", "COMPLETED", "COMPLETED"]
     assert main(["submit", "--status", str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
@@ -136,17 +136,17 @@ def test_a_saved_run_of_an_array_is_queued_again_alone(stand_in, tmp_path, capsy
     [first, last] = [wait_for(lambda name=name: starts(tmp_path / name))[0]["environment"] for name in ("a", "b")]
     assert first["SLURM_JOB_ID"] != last["SLURM_JOB_ID"] == job
     subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
-    assert wait_for_end(slurm.last_state, f"{job}_1") == "COMPLETED"
+    assert wait_for_end(f"{job}_1") == "COMPLETED"
     assert slurm.last_state(f"{job}_0") == "RUNNING"
     assert [len(starts(tmp_path / name)) for name in ("a", "b")] == [1, 2]
     slurm.cancel([f"{job}_0"])
-    assert wait_for_end(slurm.last_state, f"{job}_0") == "CANCELLED"
+    assert wait_for_end(f"{job}_0") == "CANCELLED"
 
 
 def test_the_jobs_of_a_chain_after_the_end_do_not_start_the_program(stand_in, capsys):
     words, run = stand_in("75 finish 0", "--chain", "--max-requeues", "2")
     jobs = submitted(words, capsys)
-    assert [wait_for_end(slurm.last_state, job) for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"]
+    assert [wait_for_end(job) for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"]
     assert len(starts(run)) == 2
 
 
@@ -158,7 +158,7 @@ def test_a_hung_controller_is_ended_and_its_job_goes_on(tmp_path, tiny, on_login
     wait_for(lambda: steps(run) >= 1, 600)
     said = status(run, capsys)
     assert "last heartbeat 0:00:" in said and "s late in the last batch" in said
-    assert wait_for_end(slurm.last_state, job, 600) == "COMPLETED", (run / f"slurm/{job}.out").read_text()
+    assert wait_for_end(job, 600) == "COMPLETED", (run / f"slurm/{job}.out").read_text()
     assert (run / "hung").exists() and "last heartbeat" not in status(run, capsys)
     [log] = (run / "slurm").glob("*/controller.log")
     text = log.read_text()

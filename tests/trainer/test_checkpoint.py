@@ -47,6 +47,11 @@ def state(trainer):
     return found
 
 
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
+
+
 @pytest.mark.parametrize(
     "sections, fused", [({}, False), (MIXED, False), (MIXED, True)], ids=["fp32", "bf16", "bf16 with fused AdamW"]
 )
@@ -61,13 +66,12 @@ def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sectio
     assert load(tmp_path / "step_000002", resumed) == {"step": 2, "curriculum": ["a"]}
     assert resumed.steps_made == 2
     restored = state(resumed)
-    assert restored.keys() == saved.keys()
-    assert [n for n in saved if not torch.equal(saved[n], restored[n])] == []
+    check_equal(restored, saved)
     counters = {n: float(v) for n, v in restored.items() if n.startswith("step")}
     assert counters and set(counters.values()) == {2.0}
     steps(resumed, [3, 4])
     ours, theirs = state(trainer), state(resumed)
-    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+    check_equal(theirs, ours)
     assert {float(v) for n, v in theirs.items() if n.startswith("step")} == {4.0}
     assert any(not torch.equal(saved[n], ours[n]) for n in saved)
 
@@ -107,8 +111,7 @@ def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, 
     resumed = new_trainer(**sections)
     assert load(tmp_path / "step_000002", resumed) == {"step": 2}
     steps(resumed, [3, 4])
-    ours, theirs = state(trainer), state(resumed)
-    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+    check_equal(state(resumed), state(trainer))
 
 
 def contents(folder):

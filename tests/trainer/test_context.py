@@ -1,6 +1,6 @@
 """The share of a context-parallel rank: whole chunks of every sequence, in the order of Megatron's RoPE."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_positions_are_those_that_megatron_rotates_by(size):
     for rank in range(size):
         mine = share([7, 30, 12], rank, size)
         found = []
-        for a, b in zip(mine.starts, mine.starts[1:]):
+        for a, b in pairwise(mine.starts):
             local = torch.empty((b - a) // size)
             found.append(_get_thd_freqs_on_this_cp_rank(rank, size, local, angles))
         assert torch.cat(found).tolist() == mine.position_ids.tolist()

@@ -1,5 +1,6 @@
 """Packed attention equals attention on each sequence alone; buckets cover every token once."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ def alone(q, k, v, starts):
     """Softmax attention written out, one sequence and one head at a time."""
     repeat = q.shape[2] // k.shape[2]
     parts = []
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         mask = torch.full((b - a, b - a), float("-inf"), dtype=q.dtype).triu(1)
         heads = []
         for head in range(q.shape[2]):

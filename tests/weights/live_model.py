@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_scalerl.weights.live_weights import BLOCK_ROWS
+from megatron_scalerl.weights.live_map import needs, record_copies
+from megatron_scalerl.weights.live_weights import BLOCK_ROWS, live_views
 from megatron_scalerl.weights.plan import manifest_of
 
 SHAPES = {
@@ -73,6 +74,12 @@ def loader(parameters, rank, tp=2):
                 parameters["scale"].data.view(()).copy_(weight)
 
     return load
+
+
+def recorded(load, manifest, parameters, packed=frozenset()):
+    """(views, needs) of parameters that `load` fills."""
+    scatters = record_copies(load, manifest, parameters)
+    return live_views(scatters, manifest, parameters, packed), needs(scatters, manifest)
 
 
 def weights(seed=0):

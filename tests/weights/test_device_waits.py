@@ -8,6 +8,7 @@ import math
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.device_reads import DeviceReads
+from worker_needs import whole_plan
 
 from megatron_scalerl.weights import changes as coding
 from megatron_scalerl.weights.change_record import ChangeRecord
@@ -15,7 +16,7 @@ from megatron_scalerl.weights.changes import bits_of, decode, encode
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import record_copies
 from megatron_scalerl.weights.live_weights import live_views
-from megatron_scalerl.weights.plan import manifest_of, whole_plan
+from megatron_scalerl.weights.plan import manifest_of
 
 ROWS, WIDTH = 40, 24
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
-from live_model import MANIFEST, experts, in_blocks, live, loader, weights
+from live_model import MANIFEST, experts, in_blocks, live, loader, recorded, weights
 from sampling import sampled
 
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.live_changes import write_changes
-from megatron_scalerl.weights.live_map import needs, record_copies
+from megatron_scalerl.weights.live_map import record_copies
 from megatron_scalerl.weights.live_weights import live_views
 from megatron_scalerl.weights.plan import manifest_of
 
@@ -49,8 +49,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
     new = {name: some_changed(values, rng) for name, values in old.items()}
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(new.items())
-    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
-    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    parts, needed = recorded(loader(parameters, rank, tp), MANIFEST, parameters)
     loader(parameters, rank, tp)(old.items())
     for number, name in enumerate(old):
         arrived = []
@@ -67,8 +66,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
 def test_changes_of_experts_in_blocks_of_rows(fused):
     rng, (manifest, load) = random.Random(0), experts(fused, "bfloat16")
     parameter, expected = torch.zeros(3, 80, 6).bfloat16(), torch.zeros(3, 80, 6).bfloat16()
-    scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
-    parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
+    parts, _ = recorded(lambda given: load(given, parameter), manifest, {"w13": parameter}, {"w13"})
     old = {meta.name: torch.randn(meta.shape).bfloat16() for meta in manifest}
     new = {name: some_changed(values, rng) for name, values in old.items()}
     for number, (name, value) in enumerate(old.items()):

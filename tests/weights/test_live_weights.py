@@ -1,15 +1,16 @@
 """Parts of tensors written into live parameters: any rectangle, in any order, as the loader would have put it."""
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from live_model import MANIFEST, experts, in_blocks, live, loader, weights
+from live_model import MANIFEST, experts, in_blocks, live, loader, recorded, weights
 from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
-from megatron_scalerl.weights.live_map import needs, record_copies
+from megatron_scalerl.weights.live_map import record_copies
 from megatron_scalerl.weights.live_weights import LiveWeights, live_views
 from megatron_scalerl.weights.plan import manifest_of
 
@@ -24,7 +25,7 @@ def pieces(shape, rng):
     found = [()]
     for size in shape:
         cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(2))})
-        found = [(*ranges, along) for ranges in found for along in zip(cuts, cuts[1:])]
+        found = [(*ranges, along) for ranges in found for along in pairwise(cuts)]
     rng.shuffle(found)
     return found
 
@@ -43,8 +44,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_w
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(values.items())
-    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
-    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    parts, needed = recorded(loader(parameters, rank, tp), MANIFEST, parameters)
     write(parts, values, rng)
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     for number, (name, value) in enumerate(values.items()):
@@ -125,8 +125,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
     parameter, expected = torch.zeros(3, 80, 6), torch.zeros(3, 80, 6)
     values = {meta.name: torch.randn(meta.shape) for meta in manifest}
     load(values.items(), expected)
-    scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
-    parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
+    parts, _ = recorded(lambda given: load(given, parameter), manifest, {"w13": parameter}, {"w13"})
     write(parts, values, rng)
     assert torch.equal(parameter, in_blocks(expected))
     for number, (name, value) in enumerate(values.items()):

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from family_configs import LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from family_configs import LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_of
 from sampling import sampled
 from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 from worker_needs import needs_of_worker
@@ -64,9 +64,7 @@ def check_sent(found, places, plan):
         assert place.pp == (
             stages(found, 1 + max(p.pp for p in places))[rule.layer] if expected is None else expected
         )
-        shard = torch.zeros(shard_shape(rule, size))
-        for piece in rule.pieces(rank, size):
-            piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
+        shard = shard_of(rule, rank, size, source)
         name = plan.plan.parameters[part.tensor].name
         values = holding.piece.of_shard(shard).reshape([b - a for a, b in holding.ranges])
         back[part.shard][name][tuple(slice(a, b) for a, b in part.ranges)] = values[

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -64,7 +65,7 @@ def test_three_senders_make_up_the_same_tensors(spec):
     weights, cuts = tensors(), (0, 100, 250, 1000)
     parts = [Part(0, 2, 0, ((0, 3), (0, 5))), Part(2, 1, 0, ())]
     parts += [Part(1, n % 3, 0, ((n * 1000, (n + 1) * 1000),)) for n in range(300)]
-    parts += [Part(3, n, 0, (rows, (0, 400))) for n, rows in enumerate(zip(cuts, cuts[1:]))]
+    parts += [Part(3, n, 0, (rows, (0, 400))) for n, rows in enumerate(pairwise(cuts))]
     plan = WeightPlan(parameters=manifest(weights), senders=3, needs=plan_of(weights).needs, parts=tuple(parts))
     senders, receivers = joined(spec(world_size=3), receivers=2, senders=3)
     for version in (1, 2):

@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
+from worker_needs import whole_plan
 
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, overlap, volume, whole_plan
+from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, overlap, volume
 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from worker_needs import whole_plan
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.weights import weight_receiver
-from megatron_scalerl.weights.plan import Connection, manifest_of, manifest_to_json, to_json, whole_plan
+from megatron_scalerl.weights.plan import Connection, manifest_of, manifest_to_json, to_json
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.weight_receiver import UpdateInfo, WeightReceiver, live_digest, needs_of
 

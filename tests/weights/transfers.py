@@ -3,10 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from worker_needs import whole_plan
 
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import total, value_digest
-from megatron_scalerl.weights.plan import manifest_of, whole_plan
+from megatron_scalerl.weights.plan import manifest_of
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group

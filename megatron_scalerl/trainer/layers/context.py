@@ -10,7 +10,7 @@ Every sequence is padded to a multiple of 2 x size tokens and split into 2 x siz
 (thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
 """
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
     the tensor-parallel size under sequence parallelism. The row grows by less than 2 x size tokens per sequence, and
     by a sequence of padding at the end, which is the only padding without context parallelism.
     """
-    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    lengths = [b - a for a, b in pairwise(starts)]
     padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
@@ -135,7 +135,7 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
 
 def share_length(starts: list[int], *, size: int, divisor: int) -> int:
     """Number of tokens in each rank's share: the n of `Share`."""
-    padded, filler = _padded([b - a for a, b in zip(starts, starts[1:])], size=size, divisor=divisor)
+    padded, filler = _padded([b - a for a, b in pairwise(starts)], size=size, divisor=divisor)
     return (sum(padded) + filler) // size
 
 
@@ -154,7 +154,7 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
     if size == 1:
         return torch.arange(starts[-1])
     parts = []
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         chunk = (b - a) // (2 * size)
         parts += [torch.arange(a + j * chunk, a + (j + 1) * chunk) for j in (rank, 2 * size - 1 - rank)]
     return torch.cat(parts)
@@ -163,7 +163,7 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
 def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
     """Spans of a rank's queries: a query sees the keys of its sequence, or chunk, up to the query's own position."""
     pieces = []
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         part = (b - a) // (2 * size)
         reach = chunk or max(b - a, 1)
         # The early and the late chunk of a rank together cost the same on all ranks.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.context import Context, Share
@@ -36,9 +38,9 @@ class Bucket:
     """Number of sequences."""
     length: int
     """Tokens of the longest sequence."""
-    gather: torch.Tensor
+    gather: Tensor
     """[sequences * length] index in the row of each slot's token; a padding slot has the sequence's last token."""
-    valid: torch.Tensor
+    valid: Tensor
     """[tokens] index of each slot that is not padding."""
 
 
@@ -47,7 +49,7 @@ class Layout:
     """The padded buckets of one row's sequences, and the permutation that puts results back in row order."""
 
     buckets: tuple[Bucket, ...]
-    restore: torch.Tensor
+    restore: Tensor
     """[N] index of each token of the row in the concatenated valid slots of all buckets."""
 
 
@@ -59,7 +61,7 @@ class PackedRow(PackedSeqParams):
     Megatron treats the row as one sequence with rotary angles for each token.
     """
 
-    position_ids: torch.Tensor | None = None
+    position_ids: Tensor | None = None
     """[N] position of each token of this rank in the token's sequence."""
     longest: int = 0
     """Number of tokens of the longest sequence, and length of the table of rotary angles.
@@ -74,9 +76,9 @@ class PackedRow(PackedSeqParams):
     """Keys and queries of this rank under context parallelism; None with Transformer Engine or a layout."""
     in_chunks: PackedRow | None = None
     """The row with sequences split into chunks, for chunked layers with Transformer Engine; None if none is split."""
-    angles: torch.Tensor | None = None
+    angles: Tensor | None = None
     """[n, 1, 1, d] rotary angles for latent attention. All other attention gets the angles from Megatron."""
-    expert_choices: torch.Tensor | None = None
+    expert_choices: Tensor | None = None
     """[tokens of this rank, L, K] the K experts of each token in each of L layers, as the engine chose them."""
 
 
@@ -88,7 +90,7 @@ class Plan:
     """This rank's tokens of the row."""
     packed: PackedRow
     """The layout of the share for attention."""
-    places: torch.Tensor | None
+    places: Tensor | None
     """[c] int64 positions of the tokens with loss in this rank's share, ascending; None: all positions."""
 
 
@@ -97,7 +99,7 @@ def layout(starts: list[int]) -> Layout:
 
     starts: [S+1] start of each sequence, from 0 to N.
     """
-    spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
+    spans = [(b - a, a) for a, b in pairwise(starts) if b > a]
     # The longest sequence comes first, so the first sequence of a bucket sets the bucket's width.
     spans.sort(key=lambda span: (-span[0], span[1]))
     groups: list[list[tuple[int, int]]] = []
@@ -127,7 +129,7 @@ def _bucket(spans: list[tuple[int, int]]) -> Bucket:
 def split_into_chunks(starts: list[int], chunk: int) -> list[int]:
     """`starts` with each sequence split every `chunk` tokens, the boundaries of chunked attention."""
     out = [0]
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         out.extend(range(a + chunk, b, chunk))
         out.append(b)
     return out
@@ -135,7 +137,7 @@ def split_into_chunks(starts: list[int], chunk: int) -> list[int]:
 
 def packed_row(
     starts: list[int],
-    position_ids: torch.Tensor,
+    position_ids: Tensor,
     *,
     chunk: int | None = None,
     fused: bool = False,
@@ -148,7 +150,7 @@ def packed_row(
     of N tokens, and `starts` belong to the padded sequences. Raises ValueError for chunks with Transformer Engine's
     context parallelism.
     """
-    longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
+    longest = max((b - a for a, b in pairwise(starts)), default=0)
     ranks = 1
     if share is not None:
         ranks = share.size
@@ -181,7 +183,7 @@ def packed_row(
     return row
 
 
-def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, qkv_format: str) -> PackedRow:
+def _plain_row(starts: list[int], position_ids: Tensor, longest: int, qkv_format: str) -> PackedRow:
     """A PackedRow with only the fields of Megatron's PackedSeqParams and `position_ids`."""
     # Transformer Engine and Megatron's RoPE read int32.
     boundaries = torch.tensor(starts, dtype=torch.int32)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from megatron_scalerl.record import record
 from megatron_scalerl.weights.changes import Changes, decode
@@ -35,7 +36,7 @@ ALL_VALUES = -1
 """Stands for the base version in a header, and for a bucket's size, where all values are sent."""
 
 
-def slot_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+def slot_of(packed: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
     """[n] the memory of a slot in a bucket, as elements of the tensor's type."""
     return packed[slot.offset : slot.offset + slot.nbytes].view(dtype)
 
@@ -52,7 +53,7 @@ class Values:
     tensor: int
     """Number of the tensor in the plan."""
     ranges: Ranges
-    values: torch.Tensor
+    values: Tensor
     """The values, in the rectangle's shape."""
 
 
@@ -95,7 +96,7 @@ def receive(
     if reuse:
         turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8)
 
-    def arrive(number: int) -> Callable[[], torch.Tensor | None]:
+    def arrive(number: int) -> Callable[[], Tensor | None]:
         bucket = order[number]
         return _arrive(groups[bucket.sender], bucket, is_whole, None if turns is None else turns[number % 2])
 
@@ -122,7 +123,7 @@ def receive(
         yield from _payloads_of(plan, bucket, packed[:-8])
 
 
-def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iterator[Payload]:
+def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: Tensor) -> Iterator[Payload]:
     slots = []
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
@@ -135,12 +136,12 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
         yield Values(tensor=tensor, ranges=ranges, values=slot_of(packed, slot, dtype).view(shape_of(ranges)))
 
 
-def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of each tensor, once the tensor's last values have arrived.
 
     Elements that the shard does not need are not set. Raises RuntimeError for changes.
     """
-    unfinished: dict[int, tuple[torch.Tensor, int]] = {}
+    unfinished: dict[int, tuple[Tensor, int]] = {}
     for payload in payloads:
         if isinstance(payload, list):
             raise RuntimeError("weight update: changes arrived, but vLLM's loader takes whole tensors only")
@@ -160,15 +161,13 @@ def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator
             yield meta.name, tensor
 
 
-def _arrive(
-    group: Group, bucket: Bucket, is_whole: bool, memory: torch.Tensor | None
-) -> Callable[[], torch.Tensor | None]:
+def _arrive(group: Group, bucket: Bucket, is_whole: bool, memory: Tensor | None) -> Callable[[], Tensor | None]:
     """Start to receive a bucket, and return a function that waits for the bytes; None for a bucket that is not sent.
 
     is_whole: the update is whole, so no size comes first. memory: where the bucket goes; None for new memory.
     """
 
-    def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
+    def begin(nbytes: int) -> tuple[Tensor, Finish]:
         if memory is None:
             packed = torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device)
         else:
@@ -181,7 +180,7 @@ def _arrive(
         size = torch.zeros(1, dtype=torch.int64, device=group.device)
         finish = group.start(size)
 
-    def end() -> torch.Tensor | None:
+    def end() -> Tensor | None:
         finish()
         if is_whole:
             return packed
@@ -202,7 +201,7 @@ def _arrive(
     return end
 
 
-def _base(group: Group, expected: torch.Tensor) -> int:
+def _base(group: Group, expected: Tensor) -> int:
     """The base version of the group's changes, or ALL_VALUES.
 
     Raises RuntimeError for a header that is not `expected`.
@@ -216,7 +215,7 @@ def _base(group: Group, expected: torch.Tensor) -> int:
     return base
 
 
-def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) -> torch.Tensor:
+def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) -> Tensor:
     """The header of a group as int64 [5]: magic, version, number of buckets, digest of the shard's plan, base
     version."""
     return torch.tensor([MAGIC, version, count, plan.digests[shard], base], dtype=torch.int64)
@@ -233,7 +232,7 @@ def sequence_numbers(groups: Iterable[int]) -> list[int]:
     return numbers
 
 
-def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
+def bucket_digest(packed: Tensor, version: int, number: int) -> int:
     """The digest that a bucket ends with, which differs for a bucket that is lost, repeated, late or of another
     update.
 
@@ -242,6 +241,6 @@ def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
     return (digest(packed[:-8]) + mixed(mixed(version) ^ number)) % (1 << 64)
 
 
-def read_digest(packed: torch.Tensor) -> int:
+def read_digest(packed: Tensor) -> int:
     """The digest that the sender appended to a bucket."""
     return int(packed[-8:].view(torch.int64)[0]) & ((1 << 64) - 1)

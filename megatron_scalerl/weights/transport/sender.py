@@ -14,6 +14,7 @@ A sender without a record keeps the packed bucket: the next update compares valu
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.changes import ChangedElements, bits_of, encode, find, most_coded
@@ -45,7 +46,7 @@ class Sender:
         """[buckets] bytes of each bucket in the last update, padding included, without headers and digests."""
         self._buckets: list[Bucket] = []
         """The buckets that this rank sends."""
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         """Number of a bucket -> the bytes that all receivers have, kept to find changes that no optimizer records."""
         self._version = ALL_VALUES
         """The version that all receivers have, ALL_VALUES before the first update."""
@@ -123,9 +124,7 @@ class Sender:
             group.broadcast(header(plan, shard, version, count, base).to(group.device))
         return base
 
-    def _changes(
-        self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None
-    ) -> torch.Tensor | None:
+    def _changes(self, number: int, values: Sequence[Tensor], record: ChangeRecord | None) -> Tensor | None:
         """The bytes of a bucket's changes with room for a digest; None for a bucket that is sent as a whole.
 
         Without changes the result is empty.
@@ -150,7 +149,7 @@ class Sender:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
 
-    def _packed(self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None) -> torch.Tensor:
+    def _packed(self, number: int, values: Sequence[Tensor], record: ChangeRecord | None) -> Tensor:
         """The bytes of a whole bucket, with room for a digest."""
         packed = self._copies.get(number)
         if packed is None:
@@ -163,7 +162,7 @@ class Sender:
             slot_of(packed, slot, slot_values.dtype).view(slot_values.shape).copy_(slot_values)
         return packed
 
-    def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
+    def _memory(self, number: int, *, lasting: bool) -> Tensor:
         """[nbytes + 8] uint8: memory for a bucket, 0 between the slots.
 
         On CPUs the bucket after the next gets the same memory, unless the memory is `lasting`.
@@ -182,11 +181,11 @@ class Sender:
         packed[end:] = 0
         return packed
 
-    def _ship(self, shard: int, tensor: torch.Tensor) -> Finish:
+    def _ship(self, shard: int, tensor: Tensor) -> Finish:
         return self.groups[shard].start(tensor)
 
 
-def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
+def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[Tensor]:
     """[slots] the values of each slot, as a view of a parameter."""
     values = []
     for slot in bucket.slots:
@@ -198,7 +197,7 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
     return values
 
 
-def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[ChangedElements | None]:
+def _compared(copy: Tensor, bucket: Bucket, values: Sequence[Tensor]) -> list[ChangedElements | None]:
     """[slots] the changes since the copy was made; None for a slot with more changes than `most_coded` allows.
 
     The copy then gets the present values.
