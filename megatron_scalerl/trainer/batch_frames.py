@@ -25,7 +25,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
-# The tests' stand-in for a rank imports this module, and starts in a second because Megatron is not loaded.
+# Type checkers alone run this import: the tests' stand-in for a rank has to start without loading Megatron.
 if TYPE_CHECKING:
     from megatron_scalerl.distributed.parallel import Parallel
 
@@ -65,7 +65,7 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
 
 
 class BatchFrames:
-    """The batch that a rank holds for the next step, if any. `hold` fills it, and `take` empties it."""
+    """The batch that a rank holds for the next step, if any. `hold` stores the batch, and `take` removes it."""
 
     def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
         """columns: names of the columns of the run's algorithm."""

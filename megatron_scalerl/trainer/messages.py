@@ -125,10 +125,10 @@ class DescribeWeights(Command, frozen=True):
 
 
 class PlanWeights(Command, frozen=True):
-    """Plan the weight updates of engine workers that need these tensors. Answer: weights.plan.WeightPlan."""
+    """Plan the weight updates of engine workers with these `needs`. Answer: weights.plan.WeightPlan."""
 
     needs: tuple[Needs, ...]
-    """[shards] the tensors that each engine worker needs."""
+    """[shards] the tensors that each shard's workers need."""
 
 
 class ConnectWeights(Command, frozen=True):

@@ -58,7 +58,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     launcher. docs/cuda.md has the source of each variable.
     """
     if recipe.weights.transport != "nccl" and not device.HAVE_GPU:
-        # The host may have GPUs that were not assigned to the run.
+        # CPU runs hide all GPUs: the host may have GPUs that were not assigned to the run.
         return {"CUDA_VISIBLE_DEVICES": ""}
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)

@@ -121,13 +121,14 @@ class ShardWriting:
 
 
 def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
-    """The write buckets with copies of live tensors in host memory; the tensors in `buckets` are dropped."""
-    # The call returns once the copies from a device are complete.
+    """`buckets` with copies of live tensors in host memory; the tensor lists in `buckets` are emptied."""
+    # `preload_fn` returns once the copies from a device are complete.
     copies: list[Any] = request.preload_fn()
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
         for number, (item, tensor) in enumerate(copied_tensors):
-            # `preload_fn` has already copied device tensors and parts of other tensors. Live host tensors are left.
+            # `preload_fn` copies device tensors, and parts of host tensors. Whole host tensors are copied here, if
+            # live.
             if tensor.untyped_storage().data_ptr() in live:
                 copied_tensors[number] = (item, tensor.clone())
     return copies

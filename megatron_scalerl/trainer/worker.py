@@ -42,7 +42,7 @@ from megatron_scalerl.trainer import messages
 if TYPE_CHECKING:
     from megatron_scalerl.trainer.checkpoint import CheckpointWriting
 
-logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
+logger = logging.getLogger("megatron_scalerl.trainer.worker")  # __name__ would be __main__ in a rank
 
 EXIT_FAILED = 1
 

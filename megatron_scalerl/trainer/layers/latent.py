@@ -69,10 +69,10 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with `RowAngles` and, without Transformer Engine, `WholeLinear`."""
 
     def __init__(self, config: Any, *args: Any, **keywords: Any):
-        # For "yarn" Megatron would make a table, which needs a GPU under context parallelism and is not used here.
+        # With "yarn" Megatron would make a table, unused here, which under context parallelism needs a GPU.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
-        # With this type Megatron's attention takes a factor along with the angles.
+        # With "yarn" Megatron's attention takes a factor along with the angles, as `RowAngles` returns.
         config.rope_type = "yarn"
         factor = _yarn_get_concentration_factor(config.rotary_scaling_factor, config.mscale, config.mscale_all_dim)
         self.rotary_pos_emb = RowAngles(factor)
@@ -105,7 +105,7 @@ class LatentAttention(MLASelfAttention):
         return run(*tensors, attn_mask_type=attn_mask_type or self.attn_mask_type, **keywords)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The layers of the spec, unchanged.
+        """Return the layers of `submodules` unchanged.
 
         Megatron would add a norm before queries that have no down-projection.
         """

@@ -12,8 +12,8 @@ factor is
     a sum over the ranks' columns   in experts, whose layers exchange nothing: each rank gets all tokens, and Megatron
                                     sums inputs' gradients and outputs outside. Here the backward pass sums
 
-PyTorch computes the factors' gradients and DDP adds them to its buffers, so that no fused accumulation passes by the
-sums.
+PyTorch computes the factors' gradients, and DDP adds them to its buffers after these sums. Transformer Engine's fused
+accumulation would add a gradient without the sum.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""(layer divided by inputs, sequence parallelism) -> collective operation on A x. The backward pass reverses it."""
+"""(layer divided by inputs, sequence parallelism) -> collective on A x. The backward pass runs the reverse."""
 
 
 class Adapters(torch.nn.Module):
@@ -116,7 +116,7 @@ class Adapters(torch.nn.Module):
 
     def _register(self, name: str, shape: tuple[int, int], weight: Tensor, sequence_parallel: bool) -> None:
         parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        # The attribute is False for experts whose data-parallel ranks differ from the dense layers' ranks.
+        # Megatron's `allreduce` is False for experts whose data-parallel ranks differ from the dense layers' ranks.
         parameter.allreduce = getattr(weight, "allreduce", True)
         if name in self.sharded:
             set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)
