@@ -81,7 +81,7 @@ def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: tor
 
 
 def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
-    # The import is here because the module imports Triton.
+    # The import is here because `sum_kernel` imports Triton, which a machine without a GPU may lack.
     from megatron_scalerl.weights import sum_kernel
 
     device_starts = torch.from_numpy(starts).to(bits.device)
@@ -120,8 +120,8 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     """Digest of a part of a tensor.
 
     values: of any strides; dimension d of the values has the indices `along[d]` of the whole tensor's dimension
-    `axes[d]`. A dimension of the tensor that is not in `axes` counts as index 0; `at` has the factor of another
-    index.
+    `axes[d]`. A dimension of the tensor that is not in `axes` gets no factor: the caller multiplies the digest by
+    `at`.
     """
     factors = [_factors_of_indices(axis, index) for axis, index in zip(axes, along)]
     return _weighted_digest(values, factors) * (mixed(tensor) | 1) & _MASK

@@ -28,7 +28,7 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
         for view in views:
             if not _meets(view, changes.ranges):
                 continue
-            # `_write` uses the table of one view for the whole group, so a view with a table is a group alone.
+            # `_write` uses one index table for the whole group, so a view with a table forms a group of its own.
             table_owner = id(view) if _tables(view) else 0
             key = (view.live.untyped_storage().data_ptr(), len(changes.ranges), table_owner)
             groups.setdefault(key, []).append((view, changes))
@@ -57,7 +57,7 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
         target = target + index * stride
         outside |= (index < view_first) | (index >= view_end)
         remainders = quotients
-    # A selection makes the host wait for the mask's size, so nothing is selected where all elements are inside.
+    # Selecting elements makes the host wait for the mask's size, and is left out if all elements are in the views.
     if not all(_holds(view, changes.ranges) for view, changes in pairs):
         inside = outside.logical_not().nonzero().flatten()
         target = target[inside]

@@ -202,7 +202,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         line = f"{type(error).__name__}: {error}"
         raise ValueError(f"weights: the engine's model refuses tensor {name}: {line}") from error
     except NotImplementedError:
-        # NotImplementedError is a RuntimeError, which the next clause would catch.
+        # The next clause catches RuntimeError, of which NotImplementedError is a subclass.
         raise
     except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
         line = f"{type(error).__name__}: {error}"
@@ -213,8 +213,8 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
 def unfilled_parameters(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> the problem, for each parameter with a value that is not written exactly once; padding does not
-    count."""
+    """Parameter -> the problem, for each parameter of which a value is not written exactly once. Padding may stay
+    unwritten."""
     write_counts = dict.fromkeys(parameters, 0)
     for scatter in scatters:
         write_counts[scatter.parameter] += prod(scatter.shape)
@@ -240,7 +240,7 @@ def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
     if experts is not None and key in ("w13_weight", "w2_weight"):
         matrix = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
         if key == "w13_weight" and experts.is_act_and_mul:
-            matrix *= 2  # for the gate and the up projection
+            matrix *= 2  # two matrices: gate and up projection
         return parameter.numel() - parameter.shape[0] * matrix
     return 0
 
@@ -326,7 +326,7 @@ class _Recording(torch.Tensor):
         # Without this block, each function of a _Recording would call this method again.
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("is_floating_point", "element_size", "__get__"):
-                # These functions ask about the tensor itself, not about the order of the elements.
+                # These functions return facts such as the type, which do not depend on the order of the elements.
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, torch.Tensor):
                     return answer
@@ -374,7 +374,7 @@ def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -
         if isinstance(value, _Recording):
             if value.hf_name != source.hf_name:
                 raise NotImplementedError(
-                    f"weights: {source.hf_name}: the loader combines this tensor with {value.hf_name}"
+                    f"weights: {source.hf_name}: the loader may not combine this tensor with {value.hf_name}"
                 )
             return value.flat_indices()
         if isinstance(value, list | tuple):

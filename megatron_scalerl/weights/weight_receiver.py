@@ -1,4 +1,4 @@
-"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
+"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over this package's groups.
 
 Life of a receiver, by the engine's HTTP paths:
 
@@ -129,10 +129,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         live = self._live_weights()
         digests: list[int] = []
-        # Live weights write each payload at once, so memory for two buckets is enough.
+        # Live weights write each payload before the next is requested, so memory for two buckets is enough.
         reuse = live is not None
         payloads = receive(self._groups, plan, version, digests, held_version=self._held_version, reuse=reuse)
-        # Until the update is complete, the parameters are of no version.
+        # During the update the parameters are a mixture of versions.
         self._held_version = None
         try:
             if live is None:
@@ -144,7 +144,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        # vLLM's loader takes whole tensors and no changes. Without a held version, the next update is whole.
+        # vLLM's loader takes whole tensors, not changes. Without a held version the worker accepts only whole
+        # updates.
         self._held_version = None if live is None else version
         self.digest = combine(digests)
 
@@ -178,7 +179,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._refuse_partial_layers()
 
     def finish_weight_update(self) -> None:
-        """Copy the new parameters to the final addresses."""
+        """End vLLM's layerwise reload, if updates use one: copy the new parameters to the old addresses."""
         if self._live_weights() is None:
             finalize_layerwise_reload(self.model, self.model_config)
 

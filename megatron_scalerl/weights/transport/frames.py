@@ -32,7 +32,7 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 MAGIC = 0x4D53524C
 """First word of every header; any other word means that the two sides are out of sync."""
 ALL_VALUES = -1
-"""Stands for the base version in a header, and for a bucket's size, where all values are sent."""
+"""As the base version in a header, or as a bucket's size, this number says that all values are sent."""
 
 
 def slot_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # A payload smaller than the bucket has changes: a sender sends the whole bucket if changes would not be smaller.
+    # Fewer bytes than the bucket has are changes: a sender sends the whole bucket unless the changes are smaller.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -138,7 +138,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
 def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of each tensor, once the tensor's last values have arrived.
 
-    Elements that the shard does not need are not set. Raises RuntimeError for changes.
+    Elements that the shard does not need are not set. Raises RuntimeError if a payload has changes.
     """
     unfinished: dict[int, tuple[torch.Tensor, int]] = {}
     for payload in payloads:
