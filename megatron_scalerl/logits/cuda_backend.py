@@ -32,7 +32,7 @@ FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
 """Fewest tokens and columns with which a block's GEMM is not bound by memory bandwidth.
 
-To keep blocks from getting thinner, both sides of a projection are split."""
+Rather than make blocks thinner than this, the backend splits tokens as well as columns."""
 
 FEWEST_CHUNK_TOKENS = 1024
 """Fewest tokens of a chunk of whole rows.
