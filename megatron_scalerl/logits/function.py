@@ -91,8 +91,7 @@ class Call:
 
     def token_results(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-sum-exp, log-probability and entropy of the tokens with loss, over all ranks' columns."""
-        # All ranks have the same tokens. If there are none, every rank skips the all-gather, so no rank waits for
-        # another.
+        # All ranks have the same tokens. If there are none, every rank skips the all-gather and no rank waits.
         if self.group is None or not stats.shape[1]:
             return results(stats)
         parts = stats.new_empty((self.group.size(), *stats.shape))

@@ -284,8 +284,7 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGr
             log_p.exp_().mul_(-g[tile, None])
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
-        # These operations turn `log_p` into -p (g + g_entropy (log p + entropy)) in place; g: gradient of the
-        # log-probability.
+        # These operations turn `log_p` into -p (g + g_entropy (log p + entropy)); g: gradient of the log-probability.
         log_p.add_(token_gradients.entropy[tile, None])
         log_p.mul_(g_entropy[tile, None])
         log_p.add_(g[tile, None])

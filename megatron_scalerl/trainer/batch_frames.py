@@ -35,14 +35,14 @@ class ReceivedBatch:
     """A checked batch: the received frames, the plan, and the completions. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
-    """Frames of the message and of the completions. Their memory is ZeroMQ's, or a peer's receive buffer."""
+    """Frames of the message and of the completions, in memory of ZeroMQ or in a peer's receive buffer."""
     plan: RankPlan
     completions: tuple[RolloutArrays, ...]
     """The completions of `plan.samples`, as views of the frames."""
 
 
 def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
-    """The batch in the frames of a Prepare. Raises InvalidMessage, naming the step and the completion.
+    """The batch in the frames of a Prepare. Raises InvalidMessage if bytes and plan differ.
 
     Memory for the columns is allocated only after the stated lengths agree with the received bytes.
     """

@@ -95,7 +95,7 @@ class TrainerClient:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Rendezvous of the ranks, and of rank 0 with the engines."""
+        """Where ranks meet each other, and rank 0 meets engines; known after `wait_ready`."""
         assert self._rendezvous is not None, "wait_ready first"
         return self._rendezvous
 
@@ -187,7 +187,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities and entropies (nats), each for all tokens but the first of each token list."""
+        """Two lists: log-probabilities and entropies (nats) of each token list, for all tokens but the first."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -236,8 +236,8 @@ class TrainerClient:
     ) -> Any:
         """Send each rank the command, wait for all answers, and return rank 0's answer as `kind`.
 
-        `leaves`: a rank may disconnect after the answer. `when_sent`: function that is called once every rank was
-        sent the command.
+        `leaves`: True if ranks may disconnect after the answer. `when_sent`: function that is called once every rank
+        was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit = self._command_timeout_s

@@ -203,8 +203,7 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
             embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
-            # Megatron's recomputation gives the first layers' adapters gradients only if the embedding requires a
-            # gradient.
+            # Megatron's recomputation computes no gradients of the first adapters unless the embedding requires one.
             if self.adapters is not None:
                 embedded.requires_grad_()
         angles: Tensor | None = self._rotary_angles(row)
@@ -257,7 +256,7 @@ class PolicyModel(GPTModel):
 
 
 def row_divisor(config: Any) -> int:
-    """The divisor of a share's number of tokens: the tensor-parallel size under sequence parallelism."""
+    """A share has a multiple of this many tokens: the tensor-parallel size under sequence parallelism, else 1."""
     if config.sequence_parallel:
         return config.tensor_model_parallel_size
     return 1
@@ -368,7 +367,7 @@ def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
 
 
 def load_megatron(models: Sequence[Any], path: str | Path) -> None:
-    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Collective.
+    """Load this rank's unwrapped model chunks from a checkpoint that `convert` wrote. Collective.
 
     Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
     modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or

@@ -47,7 +47,7 @@ class ModelOptions:
 
     config: TransformerConfig
     gpt: Mapping[str, Any]
-    """Keywords of GPTModel."""
+    """Keywords of GPTModel's constructor, besides the configuration."""
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
@@ -243,7 +243,7 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _device_settings() -> dict[str, Any]:
-    """Settings of all policies on this machine.
+    """Fields of TransformerConfig with the same value for all policies on this machine.
 
     A fusion is off if the Transformer Engine, apex or GPU that it requires is missing.
     """

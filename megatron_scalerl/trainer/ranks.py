@@ -34,7 +34,7 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
 
 
 def parallel_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of initialize_model_parallel. Raises ValueError for an unknown keyword, naming the nearest."""
+    """Keywords of initialize_model_parallel. Raises ValueError for an unknown keyword, and names a similar one."""
     keywords = dict(recipe.megatron.parallel)
     expected = "a keyword of initialize_model_parallel"
     check_keys("megatron.parallel", keywords, known_keywords(), expected=expected, in_recipe=True)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 _WRITER = "write_preloaded_data_multithread"
-"""Megatron's writer of all files of a rank."""
+"""Name of Megatron's method that writes all files of a rank."""
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def writing_in_process() -> Iterator[None]:
     kept_queue = filesystem_async._results_queue
     setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
     filesystem_async._results_queue = queue.Queue()
-    # The suppressed warning recommends processes for every save.
+    # This suppresses a warning that recommends processes for every save.
     torch_strategies._logged_mcore_async_deprecation = True
     try:
         yield
@@ -127,8 +127,7 @@ def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
         for number, (item, tensor) in enumerate(copied_tensors):
-            # `preload_fn` copies device tensors, and parts of host tensors. Whole host tensors are copied here, if
-            # live.
+            # `preload_fn` copies device tensors, and parts of host tensors. Live host tensors are copied here.
             if tensor.untyped_storage().data_ptr() in live:
                 copied_tensors[number] = (item, tensor.clone())
     return copies

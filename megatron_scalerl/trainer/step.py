@@ -49,7 +49,7 @@ from megatron_scalerl.types import Batch, MicroBatch, StepReport
 Loss = Callable[[LossInputs], LossOutput]
 Schedule = Callable[[int], float]
 _MegatronLoss = tuple[Tensor, dict[str, Tensor]]
-"""Loss and logged values, the result of a loss function of Megatron's schedules."""
+"""What a loss function returns to Megatron's schedules: the loss, and values to log."""
 
 
 def constant_with_warmup(section: OptimizerSection) -> Schedule:
@@ -172,7 +172,8 @@ class Trainer:
         return self.token_scores(token_ids)[0]
 
     def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities and entropies (nats) of each token list, from the second token on; forward only.
+        """Two lists: log-probabilities and entropies (nats) of each token list from the second token on. No
+        gradients.
 
         Every data-parallel rank computes all token lists, and every rank returns the result.
         """
@@ -189,7 +190,7 @@ class Trainer:
         with torch.no_grad():
             self._schedule(self._filled(rows), collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
-        # Only the last stage calls `collect`.
+        # Only the last pipeline stage calls `collect`, and then shares the results with the other ranks.
         values = torch.zeros(2, sum(sizes), device=self.parallel.device)
         if scores:
             values = torch.cat(scores, 1)
@@ -320,5 +321,5 @@ def make_trainer(
 
 
 def pad_multiple(parallel: Parallel) -> int:
-    """The divisor of micro-batch lengths: the tensor-parallel size, for sequence parallelism."""
+    """Micro-batches have a multiple of this many tokens: the tensor-parallel size, for sequence parallelism."""
     return parallel.tp_size

@@ -177,8 +177,7 @@ class StepMetrics:
         metrics["seconds"] = Max(sums.new_full((), seconds))
         metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
-        # The last two sums are `changes`. Each rank counts only weights that the rank writes, so all ranks add these
-        # two.
+        # The last two sums are `changes`. Each rank counts only the weights that the rank writes, so all ranks add.
         if not counts:
             vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:

@@ -64,8 +64,7 @@ class WeightChanges:
         shards = [values for values, main in zip(*pairs()) if main is not None and values.is_contiguous()]
         for shard in shards:
             self.written.watch(shard)
-        # Only a distributed optimizer has a group and buffers. The buffers for experts may be empty on a pipeline
-        # stage.
+        # Only a distributed optimizer has a group and buffers. A buffer for experts may be empty on a stage.
         group = getattr(part, "data_parallel_group", None)
         parameters = []
         for buffer in getattr(part, "buffers", ()):

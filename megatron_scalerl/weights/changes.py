@@ -31,9 +31,9 @@ would cost more."""
 SMALL = 1 << 14
 """A slot of up to this many elements is always coded: one changed norm must not make the whole bucket be sent."""
 _LONG = 255
-"""Value of a gap's byte after which the gap continues in the next byte."""
+"""A gap's byte with this value stands for 255 unchanged elements, and the gap continues in the next byte."""
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> the integer type of the bits."""
+"""Size of an element (bytes) -> integer type that has the element's bits."""
 
 
 @record
@@ -41,7 +41,7 @@ class ChangedElements:
     """Elements whose bits differ, in rising order of position."""
 
     positions: Tensor
-    """[n] int64"""
+    """[n] int64: each element's position in the slot, region or view."""
     bits: Tensor
     """[n] int16 or int32, the new bits."""
 

@@ -28,7 +28,7 @@ order."""
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integer type of the bits."""
+"""Size of an element (bytes) -> integer type that has the element's bits."""
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Copied = Callable[["_Recording", torch.Tensor], None]
 """A function that takes the source and the destination of a copy."""
 _IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
-"""Functions after which every element lies where it lay before."""
+"""Functions that leave every element in place."""
 _FOLLOWED_FUNCTIONS = {
     *_IDENTITIES,
     *("view", "reshape", "flatten", "unflatten", "ravel", "transpose", "swapaxes", "swapdims", "permute", "t", "T"),
@@ -56,9 +56,9 @@ class Scatter:
     """
 
     tensor: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     parameter: str
-    """Name in the engine's model."""
+    """Name of the parameter in the engine's model."""
     shape: tuple[int, ...]
     offset: int
     """Position of the destination's first element in the parameter's storage."""
@@ -93,9 +93,9 @@ class LiveView:
     """A view of a live parameter that holds elements of a tensor."""
 
     tensor: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     parameter: str
-    """Name in the engine's model."""
+    """Name of the parameter in the engine's model."""
     live: torch.Tensor
     """The view of the parameter. Dimension d of the view runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
@@ -140,7 +140,7 @@ class LiveView:
             target[tuple(grid.to(target.device) for grid in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
-        """Digest of the view's present values. number, dtype: the tensor's.
+        """Digest of the view's present values. number, dtype: of the tensor in the manifest.
 
         The model may hold the parameter in a wider type. Values that the tensor's type cannot hold give a digest that
         no sender is likely to have.

@@ -30,7 +30,7 @@ from megatron_scalerl.weights.plan import Manifest, volume
 from megatron_scalerl.weights.transport.frames import Payload
 
 BLOCK_ROWS = 16
-"""Rows of an expert's matrix that vLLM's CPU kernel interleaves."""
+"""Number of rows of an expert's matrix that vLLM's CPU kernel stores as one block, interleaved."""
 
 
 def live_views(
@@ -206,8 +206,7 @@ class LiveWeights:
             if name is None or name in written_parameters:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            # The call gathers W_UK_T_dcp_qrep from a context-parallel group, so all workers of the group have to
-            # call.
+            # The call gathers W_UK_T_dcp_qrep in a context-parallel group, so all workers of the group need the call.
             if name in written_parameters or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written_tensors = set()

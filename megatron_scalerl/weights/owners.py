@@ -26,9 +26,9 @@ class Place(NamedTuple):
     ep: int
     etp: int
     copy: int
-    """Rank among the ranks with the same dense parameters."""
+    """Number of this rank among the ranks with the same dense parameters."""
     expert_copy: int
-    """Rank among the ranks with the same experts."""
+    """Number of this rank among the ranks with the same experts."""
 
 
 @record
@@ -159,8 +159,7 @@ def _holders_of(
         for shard, ranks in enumerate(by_shard):
             yield (shard, len(by_shard)), ranks
     else:
-        # Every tensor-parallel rank has the whole parameter. The list begins with all ranks' first data-parallel
-        # copies.
+        # Every tensor-parallel rank has the whole parameter. The first data-parallel copies begin the list.
         yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 

@@ -143,7 +143,7 @@ class ParamMeta:
     """Name, type and shape of a tensor that engines receive."""
 
     name: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     dtype: str
     """Type of the elements: float32, bfloat16 ..."""
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """A rectangle of a tensor that one sender sends to the workers of one shard."""
 
     tensor: int
-    """Index into the plan's parameters."""
+    """Index of the tensor in the plan's `parameters`."""
     sender: int
     """Index of the sending rank among the senders."""
     shard: int
@@ -233,13 +233,13 @@ class Slot:
     """A rectangle and the place of its bytes in a bucket."""
 
     part: int
-    """Index into the plan's parts."""
+    """Index of the rectangle's part in the plan's `parts`."""
     ranges: Ranges
     """The rectangle, in the whole tensor's indices: a part's, or a slice of a part that is larger than a bucket."""
     offset: int
-    """First byte in the bucket."""
+    """Place of the rectangle's first byte in the bucket."""
     nbytes: int
-    """Bytes without padding."""
+    """Size of the rectangle's values (bytes), without padding."""
 
 
 @record
@@ -271,7 +271,7 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def manifest_from_json(text: str) -> Manifest:
-    """Inverse of `manifest_to_json`. Raises ValueError."""
+    """Inverse of `manifest_to_json`. Raises ValueError for JSON that is not a valid manifest."""
     return manifest_of(_decoded(text, list[tuple[str, str, list[int]]], "a list of name, dtype and shape"))
 
 

@@ -78,7 +78,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         """Digest of the last update's buckets (hex), empty while no update is complete."""
         self._groups: dict[int, Group] = {}
-        """Sender -> group."""
+        """Number of a sender -> the broadcast group of this sender."""
         self._plan: WeightPlan | None = None
         """The plan of this worker's shard."""
         self._held_version: int | None = None
@@ -144,8 +144,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        # vLLM's loader takes whole tensors, not changes. Without a held version the worker accepts only whole
-        # updates.
+        # vLLM's loader takes whole tensors, not changes: without a held version only whole updates are accepted.
         self._held_version = None if live is None else version
         self.digest = combine(digests)
 

@@ -66,7 +66,7 @@ class Share:
     position_ids: Tensor | None = None
     """[n] position of each token in its sequence. None if `places` is None."""
     order: Tensor | None = None
-    """[M] the same as `Context.order`. None if `places` is None."""
+    """[M] index of each token of the padded row in the concatenated shares of all ranks. None if `places` is None."""
     back: Tensor | None = None
     """[N] index of each token, in row order, in the concatenated shares of all ranks. None if `places` is None."""
 

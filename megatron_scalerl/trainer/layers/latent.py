@@ -38,7 +38,7 @@ class RowAngles(torch.nn.Module):
         """
         row: PackedRow = arguments[-1]
         assert row.angles is not None
-        # As in Megatron, the dimension of the single row is dropped.
+        # Megatron expects angles without the second dimension, in which a row's angles have size 1.
         return row.angles[:, 0]
 
     def forward(self, angles: Tensor, packed_seq: bool = False) -> tuple[Tensor, float]:
@@ -57,7 +57,7 @@ class WholeLinear(torch.nn.Linear):
         weight: Any = self.weight
         assert config.init_method is not None
         config.init_method(weight)
-        # With this attribute Megatron sums the gradient over the ranks.
+        # If `sequence_parallel` is True, Megatron sums the weight's gradient over the tensor-parallel ranks.
         weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Any:

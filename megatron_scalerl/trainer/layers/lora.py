@@ -102,9 +102,9 @@ class Adapters(torch.nn.Module):
         else:
             sizes = [size // group.size() for size in sizes]
         self.widths = [size // self.groups for size in sizes]
-        """Number of consecutive outputs of each projection. The sequence of projections repeats `groups` times."""
+        """Outputs of each projection in one of `groups` groups; each group has the outputs of all projections."""
         self.targets = {projection: projection in lora.targets for projection in projections}
-        """Projection of the layer -> whether it has an adapter."""
+        """Projection of the layer -> whether the projection has an adapter."""
         self.sharded: dict[str, int] = {}
         """Name of a sharded factor -> axis along which ranks divide it."""
         for projection, size in zip(projections, sizes):

@@ -62,7 +62,7 @@ class ShmGroup(Group):
         self._buffers: list[torch.Tensor] = []
         self._leads = rank == 0
         self._next = 0
-        """Number of the next chunk."""
+        """Number of the chunk that this member sends or receives next."""
         self._copied_out = [0] * (connection.world_sizes[shard] - 1)
         """[receivers] number of chunks that each receiver has copied out so far."""
         self._receiving: deque[torch.Tensor] = deque()
