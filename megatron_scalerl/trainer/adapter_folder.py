@@ -1,7 +1,7 @@
 """Reads the PEFT folder that training starts from (policy.adapter), with exactly the adapters of policy.lora.
 
 Some keys of adapter_config.json are compared with policy.lora, and some have no effect on loaded factors. All other
-keys have to be off, because the adapter would not compute W x + alpha / rank B A x.
+keys have to be off: with one of them on, the adapter would not compute W x + alpha / rank B A x.
 """
 
 import logging

@@ -263,7 +263,7 @@ def row_divisor(config: Any) -> int:
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """Call `loss` for the tokens at `places` of a rank's share, with the tokens' positions in the whole row."""
+    """Call `loss` with positions in the whole row instead of `places`, which are positions in a rank's share."""
     return loss(logprobs, entropies, row_places[places])
 
 

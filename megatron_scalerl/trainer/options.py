@@ -29,8 +29,8 @@ from megatron_scalerl.trainer.ranks import parallel_keywords
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_text(encoding="utf8"))
-"""Options of megatron.model: the lists free, model, unused and elsewhere, which megatron_options.yaml explains, and
-refused options with the reason."""
+"""Every option of megatron.model: in the list free, model, unused or elsewhere (megatron_options.yaml explains the
+lists), or refused with a reason."""
 FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
 REFUSED: Mapping[str, str] = TABLE["refused"]
 _ATTENTION = frozenset(PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"])

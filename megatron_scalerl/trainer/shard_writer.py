@@ -3,7 +3,7 @@
 Megatron-Core forks a process per file and collects the reports through a multiprocessing manager, a spawned process
 of about 290 MB that runs as long as the rank and survives a killed rank. A synchronous save gains nothing from more
 processes, and forking a process with threads of collectives is a risk. An asynchronous save (`ShardWriting`) takes a
-thread: writing and syncing files release the interpreter.
+thread: writing and syncing files release the interpreter's lock.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class ShardWriting:
             self._thread.join()
 
     def complete(self) -> None:
-        """Write the checkpoint's index once all ranks are `done`. Collective; raises CheckpointException."""
+        """Write the index once all ranks are `done`. Collective. Raises CheckpointException if a rank failed."""
         for finalize in self._finalize:
             finalize()
 

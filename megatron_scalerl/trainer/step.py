@@ -172,8 +172,7 @@ class Trainer:
         return self.token_scores(token_ids)[0]
 
     def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Two lists: log-probabilities and entropies (nats) of each token list from the second token on. No
-        gradients.
+        """Two lists: log-probabilities and entropies (nats) of each token list, from the second token on.
 
         Every data-parallel rank computes all token lists, and every rank returns the result.
         """

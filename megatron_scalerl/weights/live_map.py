@@ -310,7 +310,7 @@ class _Recording(torch.Tensor):
             destination, source = args[:2]
             if not isinstance(source, cls) or isinstance(destination, cls):
                 raise NotImplementedError(
-                    "weights: the loader copies values that are not a checkpoint tensor's, or not into a parameter"
+                    "weights: the loader may copy only tensors of the checkpoint, and only into parameters"
                 )
             source.on_copy(source, destination)
             return destination

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) beside Megatron's parallel linear layers, exact on every layout.
+"""Adapters (LoRA) beside Megatron's parallel linear layers, for every parallel layout without approximation.
 
-The life of an adapter: `with_lora` makes the layers' classes have adapters; `fill_adapters` gives every rank its
-shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced as in other layers.
+The life of an adapter: `with_lora` adds adapters to the layers' classes; `fill_adapters` gives every rank its
+shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced like all gradients.
 
 One factor of a pair is sharded like the weight, the second factor is whole on every tensor-parallel rank
 (`models.adapters`). Ranks exchange A x alone, which has policy.lora.rank numbers per token. The gradient of a whole
@@ -9,8 +9,8 @@ factor is
 
     complete on each rank           without sequence parallelism
     a sum over the ranks' tokens    with sequence parallelism: Megatron sums as for norms (`sequence_parallel`)
-    a sum over the ranks' columns   in experts, whose layers exchange nothing: each rank gets all tokens, and Megatron
-                                    sums inputs' gradients and outputs outside. Here the backward pass sums
+    a sum over the ranks' columns   in experts: a layer gets all tokens on each rank, and Megatron exchanges data only
+                                    outside of the layer. Here the adapter's backward pass computes this sum
 
 PyTorch computes the factors' gradients, and DDP adds them to its buffers after these sums. Transformer Engine's fused
 accumulation would add a gradient without the sum.

@@ -234,8 +234,7 @@ def sequence_numbers(groups: Iterable[int]) -> list[int]:
 
 
 def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
-    """The digest that a bucket ends with, which differs for a bucket that is lost, repeated, late or of another
-    update.
+    """The digest at a bucket's end, by which the receiver finds changed bytes, and a lost, repeated or late bucket.
 
     number: the bucket's number in the group's sequence.
     """

@@ -74,7 +74,7 @@ class Group:
         self.start(tensor)()
 
     def turns(self, nbytes: int) -> torch.Tensor:
-        """[2, at least nbytes] uint8: memory for two buckets, which take turns.
+        """[2, at least nbytes] uint8: memory for two buckets, used in turn.
 
         The group keeps host memory for later updates, because fresh pages cost more than a copy. The group does not
         keep device memory, because the model and the KV cache need the space.
