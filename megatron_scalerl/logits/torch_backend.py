@@ -134,7 +134,7 @@ class TorchBackend:
     def chunk_tokens(self, p: Projection) -> int:
         """Most tokens of a chunk with whole rows. On a CPU a chunk has at most LARGEST_CHUNK elements."""
         costs = _costs(p)
-        # The head's cast columns are subtracted first. `_head_columns` bounds them to a quarter of the workspace.
+        # The memory of the head's cast columns is subtracted, which is at most a quarter of the workspace.
         budget = p.workspace_bytes
         if _casts(p):
             budget -= _head_columns(p) * costs.column

@@ -79,7 +79,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
 
 
 def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
-    """Raises ValueError if rank or alpha differ from `expected`, and for keys that do more than add B A."""
+    """Raises ValueError if rank or alpha differ from `expected`, or a key makes the adapter do more than add B A."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(

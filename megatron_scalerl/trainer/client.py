@@ -346,7 +346,7 @@ class TrainerClient:
         while True:
             if not await self._socket.poll(PROBE_INTERVAL_MS):
                 lost_rank = await self._lost()
-                # The last message of a rank may have arrived since the poll.
+                # The lost rank's last message may have arrived since the poll above, and is read first.
                 if lost_rank is None or await self._socket.poll(0):
                     continue
                 raise _exit_error(lost_rank)

@@ -239,7 +239,7 @@ class Trainer:
             micro_batches = [pad_to(m, size) for m in micro_batches]
 
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            # The host prepares the row while the device computes the micro-batch before.
+            # The host prepares the row while the device computes the previous micro-batch.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             chunk_loss = None
             kl: dict[str, Any] = {}

@@ -89,8 +89,8 @@ def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
 
 
 def _row(view: LiveView, ranges: Ranges) -> list[int]:
-    """The numbers by which `_write` places a pair's changes: the memory's element at index 0, then for each axis size
-    and first index of the rectangle, and first index, end and stride of the view."""
+    """The numbers of a view and a rectangle for `_write`: the element of memory at index 0; then along each axis the
+    rectangle's size and first index, and the view's first index, end and stride."""
     base = int(view.live.storage_offset())
     row = []
     for (a, b), (view_first, view_end, stride) in zip(ranges, _bounds(view)):

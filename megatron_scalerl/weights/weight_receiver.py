@@ -198,7 +198,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """
         first_names: dict[int, str] = {}
         copies: dict[str, list[str]] = {}
-        # named_modules yields each layer once, under the first name.
+        # named_modules yields a layer with several names only once, under the first name.
         for prefix, layer in self.model.named_modules():
             for key, parameter in layer.named_parameters(recurse=False):
                 name = f"{prefix}.{key}"

@@ -37,7 +37,7 @@ class ReplayedRouting(RouterReplay):
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
-        # A hook of the layer also runs for the recomputation in the backward pass, where Megatron calls the layer.
+        # Megatron's recomputation in the backward pass calls the layer again, and so runs this hook again.
         self.choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
         if self.choices is not None:
             self.choices = self.choices[:, self.layer]
@@ -69,7 +69,8 @@ class ReplayedRouting(RouterReplay):
 
 
 def install(decoder: Any) -> None:
-    """Installs a ReplayedRouting at every router of a decoder's layers; without choices nothing changes."""
+    """Installs a ReplayedRouting at every router of a decoder's layers; without choices in the row, routers choose
+    themselves."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:

@@ -127,7 +127,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # Fewer bytes than the bucket has are changes: a sender sends the whole bucket unless the changes are smaller.
+    # A payload with fewer bytes than the bucket has changes: a sender sends changes only if they take fewer bytes.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return

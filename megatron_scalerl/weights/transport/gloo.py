@@ -40,7 +40,7 @@ class Group:
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard, and return when all members have joined.
 
-        Raises RuntimeError after connect_timeout_s.
+        Raises RuntimeError if a member has not joined after connect_timeout_s.
         """
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib

@@ -49,7 +49,7 @@ class ShmGroup(Group):
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard, and return when all members have joined.
 
-        Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
+        Raises RuntimeError if a member has not joined after connect_timeout_s, and for processes on several hosts.
         """
         if not isinstance(connection.rendezvous, FolderRendezvous):
             raise RuntimeError(
