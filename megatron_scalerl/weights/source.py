@@ -190,7 +190,7 @@ def _places(parallel: Parallel) -> list[Place]:
         copy=parallel.groups.dp_cp.rank(),
         expert_copy=parallel.groups.expt_dp.rank(),
     )
-    # A tensor is exchanged, because torch would unpickle objects of other ranks.
+    # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     table = torch.zeros((parallel.world_size, len(place)), dtype=torch.int64, device=parallel.device)
     table[parallel.rank] = torch.tensor(place, dtype=torch.int64)
     dist.all_reduce(table)
@@ -239,7 +239,7 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     matches = filter(None, map(LAYER.match, parameters))
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
-    # A tensor is exchanged, because torch would unpickle objects of other ranks.
+    # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
     assert -1 not in stages, f"stages of the layers, -1 for a layer that no stage holds: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))

@@ -69,8 +69,7 @@ class ReplayedRouting(RouterReplay):
 
 
 def install(decoder: Any) -> None:
-    """Installs a ReplayedRouting at every router of a decoder's layers; without choices in the row, routers choose
-    themselves."""
+    """Installs a ReplayedRouting at every router of a decoder's layers; without choices routers choose."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
