@@ -55,7 +55,7 @@ def token_loss(
 
     Only the loss has a gradient. The forward pass computes the gradient chunk by chunk, while the logits are in
     memory, and the backward pass scales it. This takes three GEMMs instead of four. In return an fp32 gradient of the
-    head stays in memory between the passes. If the workspace holds no chunk worth a GEMM
+    head stays in memory between the passes. If the workspace is too small for a chunk of useful size
     (`projection.Backend.chunk_tokens`), the logits are computed twice.
 
     loss: `loss(logprobs [C], entropies [C], places [C])` returns the summed loss of C tokens of the loss mask as a
@@ -75,7 +75,7 @@ def token_loss(
     if second is not None or not call.shape.tokens or call.chunk_tokens(weight):
         results = TokenLoss.apply(hidden, weight, loss, call, second)
         return results if second is not None else results[:3]
-    # The loss needs log-probabilities over the whole vocabulary, so it follows the merge of all ranks.
+    # The loss needs log-probabilities over the whole vocabulary, so ranks first merge the statistics of all columns.
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
     places = call.places(hidden.device)
     value = loss(logprobs[places], entropies[places], places)

@@ -84,9 +84,9 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings)
     _check_tokens(tokens, targets, settings, shares)
     true_size = _true_size(settings.vocab_size, rows, ranks)
     places = settings.places
-    # The same type as `Projection.accumulator`. Logits are rounded only for operands narrower than this type.
+    # This type is also `Projection.accumulator`. Logits may be rounded only if the operands' type is narrower.
     accumulator = torch.promote_types(hidden.dtype, torch.float32)
-    # `full` fills the tensor on the device; the host would wait for a copy.
+    # `full` fills the tensor on the device. Copying the number from the host would make the host wait.
     scale = torch.full((), 1.0 / settings.temperature, dtype=accumulator, device=hidden.device)
     if places is not None:
         targets = targets.index_select(0, places)

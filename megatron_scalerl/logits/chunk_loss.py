@@ -46,7 +46,7 @@ class TokenLoss(torch.autograd.Function):
             grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=p.accumulator)
-        # The head's padding rows have no gradient.
+        # The head's padding rows keep the gradient 0.
         grad_rows = part_of(grad_weight, slice(p.count))
         total = p.hidden.new_zeros((), dtype=p.accumulator)
         logprobs = p.hidden.new_zeros(p.tokens, dtype=p.accumulator)

@@ -32,16 +32,16 @@ FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
 """Fewest tokens and columns with which a block's GEMM is not bound by memory bandwidth.
 
-To keep blocks from getting thinner, both sides of a projection are split."""
+Rather than make blocks thinner than this, the backend splits tokens as well as columns."""
 
 FEWEST_CHUNK_TOKENS = 1024
 """Fewest tokens of a chunk of whole rows.
 
 Each chunk reads and writes the fp32 gradient of the head. With fewer tokens on an H100 this traffic takes longer than
-the chunk's GEMM, and soon longer than the GEMM that two passes add."""
+the chunk's GEMM, and soon longer than the GEMM that computes the logits a second time."""
 
 CHUNK_COLUMNS = 8192
-"""Number of columns of a chunk of whole rows whose gradient is computed at a time."""
+"""Number of columns whose gradient is computed at a time, in a chunk of whole rows."""
 
 
 @record

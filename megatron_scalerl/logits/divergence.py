@@ -72,7 +72,7 @@ class Divergence:
         if p.count:
             stats_t = self._call.backend.chunk_statistics(p, t)
         lse_t, _, _ = self._call.token_results(stats_t)
-        # `chunk_statistics` of the backend torch has left z - m in the logits.
+        # `chunk_statistics` of the backend torch has left z - m in `logits` (z: logit, m: the row's maximum).
         torch.sub(logits, (lse - stats[0])[:, None], out=s)
         t -= (lse_t - stats_t[0])[:, None]
         scale = (self.weights[rows] * p.scale)[:, None]

@@ -53,8 +53,8 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
 def bf16_may_be_faster() -> bool:
     """Whether this CPU may gain from rounding operands to bf16. Intel CPUs without AMX do not.
 
-    On such a CPU the setting selects oneDNN, which computes in fp32 more slowly than MKL. Without the setting torch
-    chooses MKL.
+    On such a CPU, allowing bf16 makes torch use oneDNN, which computes in fp32 more slowly than MKL. Without bf16
+    torch uses MKL.
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("cpu_name", "").startswith("Intel") or bool(capabilities.get("amx_bf16", True))

@@ -74,7 +74,8 @@ class Call:
     def chunk_tokens(self, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows.
 
-        All ranks need the same number, because they gather after each chunk. So the head's padding rows count.
+        All ranks gather after each chunk, and so need the same number. Hence the number counts the head's padding
+        rows too.
         """
         return self.backend.chunk_tokens(replace(self.shape, weight=weight.detach()))
 
@@ -90,7 +91,7 @@ class Call:
 
     def token_results(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-sum-exp, log-probability and entropy of the tokens with loss, over all ranks' columns."""
-        # All ranks have the same tokens. Without tokens every rank skips the all-gather, so no rank waits.
+        # All ranks have the same tokens. If there are none, every rank skips the all-gather and no rank waits.
         if self.group is None or not stats.shape[1]:
             return results(stats)
         parts = stats.new_empty((self.group.size(), *stats.shape))

@@ -70,7 +70,7 @@ def logit_gradient(
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
         return
-    # A kernel has no optional pointers. Without an entropy gradient or a split it ignores the tensors passed instead.
+    # A kernel takes no None. In place of a missing entropy gradient or low term, any tensor is passed and ignored.
     grad_entropy = token_gradients.entropy
     if token_gradients.grad_entropy is not None:
         grad_entropy = token_gradients.grad_entropy
@@ -120,7 +120,7 @@ def merged_pair(m0, r0, u0, m1, r1, u1):
 def _row_statistics_kernel(
     logits, row_stride, scale, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
 ):
-    # The row needs 64 bits, because rows times columns of a large vocabulary exceed 2^31 elements.
+    # `row` needs 64 bits, because the offset row * row_stride exceeds 2^31 for a large vocabulary.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     factor = tl.load(scale)
@@ -143,7 +143,7 @@ def _row_statistics_kernel(
         u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
         m = tl.where(inside & rising, z, m)
 
-    # r leaves out one of several equal maxima. Each further maximum counts 1.
+    # r leaves out one maximum. If several logits equal the maximum, each further one counts 1.
     top = tl.max(m, 0)
     largest = m == top
     gap = tl.where(filled, m - top, 0.0)

@@ -124,7 +124,7 @@ class TorchBackend:
     def chunk_tokens(self, p: Projection) -> int:
         """Most tokens of a chunk with whole rows. On a CPU a chunk has at most LARGEST_CHUNK elements."""
         costs = _costs(p)
-        # The head's cast columns are subtracted first. `_head_columns` bounds them to a quarter of the workspace.
+        # The memory of the head's cast columns is subtracted, which is at most a quarter of the workspace.
         budget = p.workspace_bytes
         if _casts(p):
             budget -= _head_columns(p) * costs.column
@@ -178,7 +178,7 @@ class _Operands:
         if self._buffer is None:
             return values
         operand = self._buffer[: values.shape[0]]
-        # Inner loops ask for the same block again, and the block is cast only once.
+        # Inner loops ask for the same block several times, and the last cast block is kept for them.
         if rows != self._cast:
             operand.copy_(values)
             self._cast = rows
@@ -288,7 +288,7 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGr
             log_p.exp_().mul_(-g[tile, None])
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
-        # These operations turn log_p into -p (g + g_entropy (log p + entropy)), in place.
+        # These operations turn `log_p` into -p (g + g_entropy (log p + entropy)); g: gradient of the log-probability.
         log_p.add_(token_gradients.entropy[tile, None])
         log_p.mul_(g_entropy[tile, None])
         log_p.add_(g[tile, None])
@@ -312,7 +312,7 @@ def _add_gradients(
         if not exact and (p.grad_logits == "bf16x2" or not _casts(p)):
             first = dz.to(p.hidden.dtype)
             if p.grad_logits == "bf16x2" and grad_weight is not None:
-                # The rounding error is the second term of the head's gradient.
+                # With bf16x2 the rounding error of dz is the second term in the product for the head's gradient.
                 dz -= first
                 rounding_error = dz
                 if not _casts(p):

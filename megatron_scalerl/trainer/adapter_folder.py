@@ -1,7 +1,7 @@
 """Reads the PEFT folder that training starts from (policy.adapter), with exactly the adapters of policy.lora.
 
 Some keys of adapter_config.json are compared with policy.lora, and some have no effect on loaded factors. All other
-keys have to be off, because the adapter would not compute W x + alpha / rank B A x.
+keys have to be off: with one of them on, the adapter would not compute W x + alpha / rank B A x.
 """
 
 import logging
@@ -23,10 +23,11 @@ _ALLOWED_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": (None, "none"),
-    # Every other value changes the base's weights (peft/tuners/lora/layer.py, update_layer).
+    # Values that are not in this tuple change the base's weights (peft/tuners/lora/layer.py, update_layer).
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Key -> the values with which an adapter only adds B A to the unchanged base. Other keys have to be off."""
+"""Key -> the values with which an adapter only adds B A to the unchanged base. Keys that are in none of the three
+tables have to be off."""
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config"),
@@ -44,7 +45,8 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     """A reader of the folder policy.adapter, which has exactly the factors of `adapters`, all of finite numbers.
 
     Warns if the adapter was trained with another base model. Raises ValueError for a folder whose rank or alpha
-    differs from policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
+    differs from policy.lora's, whose layers or shapes differ from `adapters`, or whose adapter PEFT would not compute
+    as W x + alpha / rank B A x.
     """
     assert policy.adapter is not None
     assert policy.lora is not None
@@ -77,7 +79,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
 
 
 def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
-    """Raises ValueError if rank or alpha differ from `expected`, and for keys that add more than the product B A."""
+    """Raises ValueError if rank or alpha differ from `expected`, or a key makes the adapter do more than add B A."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(
@@ -98,7 +100,7 @@ def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, 
 
 
 def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a factor that PEFT would not load here, or that cannot be computed with."""
+    """Raises ValueError for a factor that PEFT would not load, and for a wrong shape, an unknown type, NaN or Inf."""
     tensor = reader.folder.tensors[name]
     place = f"policy.adapter: {reader.folder.path / tensor.file}: {name}"
     if tensor.shape != shape:
@@ -112,7 +114,7 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
         raise ValueError(f"{place}: the factor has NaN or Inf; take another checkpoint of the adapter")
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     targets = config.get("target_modules")
-    # PEFT reads a string as a regular expression. Expressions from foreign files are not run, so any module passes.
+    # PEFT reads a string as a regular expression. A foreign file's expression is not run: every module is accepted.
     targeted = not isinstance(targets, list) or _names(targets, module)
     excluded = config.get("exclude_modules")
     if not targeted or isinstance(excluded, str) or _names(excluded or (), module):

@@ -68,5 +68,5 @@ def _digest(micro_batches: Sequence[MicroBatch]) -> int:
             if array is not None:
                 digest.update(f"{field.name} {array.dtype} {array.shape}".encode())
                 digest.update(np.ascontiguousarray(array).data)
-    # Collectives exchange int64, which holds 63 bits.
+    # Collectives exchange int64, which holds 63 bits and a sign.
     return digest.intdigest() >> 1

@@ -25,7 +25,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
-# The tests' stand-in for a rank imports this module, and starts in a second because Megatron is not loaded.
+# Type checkers alone run this import: the tests' stand-in for a rank has to start without loading Megatron.
 if TYPE_CHECKING:
     from megatron_scalerl.distributed.parallel import Parallel
 
@@ -35,14 +35,14 @@ class ReceivedBatch:
     """A checked batch: the received frames, the plan, and the completions. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
-    """Frames of the message and of the completions. Their memory is ZeroMQ's, or a peer's receive buffer."""
+    """Frames of the message and of the completions, in memory of ZeroMQ or in a peer's receive buffer."""
     plan: RankPlan
     completions: tuple[RolloutArrays, ...]
     """The completions of `plan.samples`, as views of the frames."""
 
 
 def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
-    """The batch in the frames of a Prepare. Raises InvalidMessage, naming the step and the completion.
+    """The batch in the frames of a Prepare. Raises InvalidMessage if bytes and plan differ.
 
     Memory for the columns is allocated only after the stated lengths agree with the received bytes.
     """
@@ -65,7 +65,7 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
 
 
 class BatchFrames:
-    """The batch that a rank holds for the next step, if any. `hold` fills it, and `take` empties it."""
+    """The batch that a rank holds for the next step, if any. `hold` stores the batch, and `take` removes it."""
 
     def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
         """columns: names of the columns of the run's algorithm."""

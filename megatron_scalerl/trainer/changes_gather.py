@@ -19,7 +19,7 @@ from megatron_scalerl.weights.changes import ChangedElements
 WINDOW = 1 << 22
 """Largest number of changes, of all ranks together, that are gathered at once."""
 _DENSE = -1
-"""Stands for the number of changes of a shard if more than 1 / MOST_CHANGED of its elements changed."""
+"""Sent in place of a shard's number of changes if more than 1 / MOST_CHANGED of the elements changed."""
 
 
 class ChangesGather:
@@ -50,7 +50,7 @@ class ChangesGather:
             self._shards_of_peers.append(rank_shards)
 
     def __call__(self) -> None:
-        """Send the changes of this rank's shards to the group, and record the peers' changes that are needed here."""
+        """Send this rank's changes to the group, and record the peers' changes that this rank sends to engines."""
         sparse = []
         counts = []
         for change in self._record.changes_of(self._shards):
@@ -73,7 +73,7 @@ class ChangesGather:
             sparse or [ChangedElements(positions=no_positions, bits=no_positions.to(torch.int16))]
         )
         positions = own_changes.positions.to(torch.int32)
-        # Windows bound the memory. The rank with the most changes sets the number of windows.
+        # Changes are sent in windows, to bound the memory. The rank with the most changes sets how many windows.
         window = max(WINDOW // self._group.size(), 1)
         for begin in range(0, longest, window):
             end = min(begin + window, longest)
@@ -84,7 +84,7 @@ class ChangesGather:
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
-        """Record the changes of one rank that a window contains.
+        """Record the changes that this rank has to send, out of a window of one peer's changes.
 
         numbers: changes in each of the rank's shards. begin: number of the window's first change among the changes
         of all shards.

@@ -158,7 +158,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
             "context and data-parallel sizes may change)"
         )
     same_layout = saved == layout
-    # The engines' weights may differ from the loaded weights anywhere, so the recorded changes are void.
+    # The engines' weights may differ from the loaded weights anywhere: the recorded changes do not say where.
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     load_chunks(_inside_ddp(trainer.chunks), state)
@@ -179,7 +179,7 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": groups.dp_cp,
     }
-    # Megatron's optimizers take the bare state of a single chunk, and the states of several chunks by chunk key.
+    # Megatron's optimizers take the state of a single chunk without a key, and the states of several chunks by key.
     models = state.get("model", state)
     with gathered_with_few_copies(trainer.optimizer):
         state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)

@@ -46,13 +46,13 @@ class WeightGroupFailed(RuntimeError):
 class TrainerClient:
     """All trainer ranks as one object; one command at a time. Create and use it inside a running event loop.
 
-    After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but `stop`, which has
+    After a TrainerError only `close` is valid. Every command has to end within `command_timeout_s`; `stop` has
     STOP_TIMEOUT_S. All ranks exit when the client is closed or the process ends. The socket queues at most
     `sockets.MAX_QUEUED` messages per rank, and at most one batch's bytes are in this process: the ranks' I/O threads
-    drain the socket while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
+    drain the socket while the ranks compute, and each `prepare` waits until the ranks hold the previous batch.
 
-    rendezvous: place where the ranks of one host meet. None for several hosts, where rank 0 binds a store
-    (MSRL_BIND_HOST).
+    rendezvous: folder where ranks on one host meet. None for several hosts: the ranks meet at a store that rank 0
+    binds (MSRL_BIND_HOST).
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class TrainerClient:
         self._ready_ranks: set[int] = set()
         # This maps a data-parallel rank to the rank that receives its batches.
         self._holders: dict[int, int] = {}
-        # This is the step whose batch was sent and that was not called yet.
+        # This is the step whose batch was sent, until `step` is called.
         self._prepared_step: int | None = None
-        # The next batch is sent once every rank was sent the latest step, and once the batch before has arrived.
+        # A batch is sent only after every rank was sent the latest Step, and after the previous batch has arrived.
         self._step_sent = asyncio.Event()
         self._all_received = asyncio.Event()
         self._step_sent.set()
@@ -95,7 +95,7 @@ class TrainerClient:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Rendezvous of the ranks, and of rank 0 with the engines."""
+        """Where ranks meet each other, and rank 0 meets engines; known after `wait_ready`."""
         assert self._rendezvous is not None, "wait_ready first"
         return self._rendezvous
 
@@ -126,18 +126,18 @@ class TrainerClient:
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to the rank's process that holds batches.
 
-        The call may run while a command runs. Only one batch may be prepared without its step, and every rank is sent
-        that step before the next batch. `read` is called for each data-parallel rank in turn. The returned bytes are
-        not copied, and must not change.
+        The call may run while a command runs. The caller has to call `step` between two calls of `prepare`. `read` is
+        called once for each data-parallel rank, with the rank's entry of `plan.numbers`. The bytes that `read`
+        returns are not copied, and must not change.
 
         Raises TrainerError for a rank that is gone, and if the previous batch does not arrive within
-        `command_timeout_s`. Raises RuntimeError if `read` returns another number of completions. After an error only
-        `close` is valid. A rank's objection to the batch is raised by the current command or the next.
+        `command_timeout_s`. Raises RuntimeError if `read` does not return one completion for each number. After an
+        error only `close` is valid. If a rank finds the batch invalid, the current or the next command raises.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
         async with self._batch_lock:
-            assert self._prepared_step is None, f"`step` was not yet called for step {self._prepared_step}"
+            assert self._prepared_step is None, f"first call `step` for the prepared step {self._prepared_step}"
             async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
                 await self._all_received.wait()
@@ -166,7 +166,7 @@ class TrainerClient:
         return await self._call(messages.DescribeWeights, Manifest)
 
     async def plan_weights(self, needs: tuple[Needs, ...]) -> WeightPlan:
-        """Plan the weight updates of workers with these needs, [shards]. The next connection uses the plan."""
+        """Plan updates from the tensors that each shard's workers need. `connect_weights` then uses the plan."""
         return await self._call(partial(messages.PlanWeights, needs=needs), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
@@ -176,7 +176,7 @@ class TrainerClient:
             raise WeightGroupFailed(failure)
 
     async def send_weights(self, version: int) -> SendReport:
-        """Send all weights as `version`. Raises WeightGroupFailed if an engine leaves meanwhile."""
+        """Send all weights as `version`. Raises WeightGroupFailed if an engine leaves during the update."""
         report = await self._call(partial(messages.SendWeights, version=version), SendReport)
         if report.failure:
             raise WeightGroupFailed(report.failure)
@@ -187,7 +187,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities and entropies (nats), each for all tokens but the first of each token list."""
+        """Two lists: log-probabilities and entropies (nats) of each token list, for all tokens but the first."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -209,7 +209,7 @@ class TrainerClient:
         return await self._call(partial(messages.FinishSave, wait=wait), float | None)
 
     async def load(self, path: str) -> dict[str, Any]:
-        """Resume from a committed checkpoint, and return the `extra` of the save."""
+        """Resume from a committed checkpoint, and return the `extra` that `save` wrote."""
         return await self._call(partial(messages.Load, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
@@ -236,8 +236,8 @@ class TrainerClient:
     ) -> Any:
         """Send each rank the command, wait for all answers, and return rank 0's answer as `kind`.
 
-        `leaves`: a rank may disconnect after the answer. `when_sent`: function that is called once every rank was
-        sent the command.
+        `leaves`: True if ranks may disconnect after the answer. `when_sent`: function that is called once every rank
+        was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit = self._command_timeout_s
@@ -267,7 +267,7 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """The ranks that need no BatchReceived: the rank's batch has arrived, or the rank gets no batch."""
+        """The ranks of which no BatchReceived is awaited: the rank's batch has arrived, or the rank gets no batch."""
         return set(range(self.world_size)) - self._awaited_ranks
 
     def _note_received(self, rank: int) -> None:
@@ -287,7 +287,7 @@ class TrainerClient:
                 self._identities[message.rank] = sender
                 if message.rank == 0:
                     self._rendezvous = self._rendezvous or message.bound
-            # A process that has disconnected needs no answer. The next probe finds a lost rank.
+            # The answer may fail: the next probe of the connections finds a rank that has disconnected.
             await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
@@ -338,7 +338,7 @@ class TrainerClient:
         return _exit_error(rank)
 
     async def _receive(self) -> tuple[bytes, messages.ToController]:
-        """The next message. Raises TrainerError if a rank has failed or disconnected.
+        """Wait for the next message of a process. Raises TrainerError if a rank has failed or disconnected.
 
         Connections are probed instead of watched by a socket monitor. A monitor would report closed connections at
         once, but also those of other processes. And ZeroMQ's I/O thread blocks while a monitor's events are not read.
@@ -346,7 +346,7 @@ class TrainerClient:
         while True:
             if not await self._socket.poll(PROBE_INTERVAL_MS):
                 lost_rank = await self._lost()
-                # The last message of a rank may have arrived since the poll.
+                # The lost rank's last message may have arrived since the poll above, and is read first.
                 if lost_rank is None or await self._socket.poll(0):
                     continue
                 raise _exit_error(lost_rank)
@@ -357,7 +357,7 @@ class TrainerClient:
                 return sender, message
 
     async def _read(self) -> tuple[bytes, messages.ToController | None]:
-        """Read a sender and its message; the message is None if the sender is no rank of this run.
+        """Read a message and the sender's identity; the message is None if the sender is no rank of this run.
 
         Raises TrainerError for an invalid message of a rank.
         """

@@ -79,7 +79,7 @@ class Done(Message, frozen=True):
     """Rank to controller: the command succeeded."""
 
     call: int
-    """Number of the command."""
+    """Number of the command that succeeded: `Command.call`."""
     rank: int
     value: msgspec.Raw
     """The result as msgpack, from rank 0; nil from every other rank."""
@@ -90,7 +90,7 @@ class Failed(Message, frozen=True):
 
     rank: int
     error: str
-    """Last line of the traceback."""
+    """Last line of the exception's traceback."""
     full: str = ""
     """Path of the file that could not be written because the disk is full; empty for all other failures."""
 
@@ -104,14 +104,14 @@ class Prepare(Message, frozen=True):
 
     plan: RankPlan
     sizes: tuple[int, ...]
-    """Bytes of each completion."""
+    """Size of each completion's frame (bytes)."""
 
 
 class Command(Message, frozen=True):
     """Controller to rank: an order to all ranks. Rank 0 answers with the result."""
 
     call: int
-    """Number of the command."""
+    """Number of the command, which `Done` repeats."""
 
 
 class Step(Command, frozen=True):
@@ -125,10 +125,10 @@ class DescribeWeights(Command, frozen=True):
 
 
 class PlanWeights(Command, frozen=True):
-    """Plan the weight updates of engine workers that need these tensors. Answer: weights.plan.WeightPlan."""
+    """Plan the weight updates of engine workers with these `needs`. Answer: weights.plan.WeightPlan."""
 
     needs: tuple[Needs, ...]
-    """[shards] the tensors that each engine worker needs."""
+    """[shards] the tensors that each shard's workers need."""
 
 
 class ConnectWeights(Command, frozen=True):

@@ -87,15 +87,15 @@ class PolicyModel(GPTModel):
                 large_gpu=gpu_memory() >= LARGE_GPU,
                 shared=recipe.engine.colocate,
             ),
-            # On the last stage the backward pass follows at once.
+            # The last stage runs the backward pass directly after the forward pass, as `keep_logits` expects.
             keep_logits=True,
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # GPTModel's own head would materialize logits [N, vocab].
+            # GPTModel's own head would hold the logits of all tokens, [N, vocab], in memory at once.
             self.output_layer.forward = self._use_head
         self.second: tuple[PolicyModel, ...] = ()
-        """The frozen policy of algorithm.kl; empty: this policy without adapters.
+        """The frozen policy of algorithm.kl. If empty, this policy without its adapters is used.
 
         A tuple keeps torch from registering the frozen policy as a submodule."""
         self.parallel = parallel
@@ -120,10 +120,10 @@ class PolicyModel(GPTModel):
         tokens and targets [N]; `plan` is the result of the method `plan` for the row, on this device. Row 0 of the
         result: the log-probability of each target given the sequence up to the target; row 1: the entropy. Off the
         plan's loss mask both rows are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and both
-        rows, without gradient. kl_weights [N] are the tokens' weights in the divergence from the second policy, which
-        is added to the loss; row 2 then has the divergences.
-        expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
-        Earlier stages return hidden states.
+        rows, without gradient. kl_weights [N] are the tokens' weights in the divergence from the frozen policy
+        (`second`). The weighted divergence is added to the loss, and row 2 of the result has the divergences.
+        expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves. Earlier
+        stages return hidden states.
 
         All ranks of a tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism
         each rank computes a share of the row, and returns the values of all tokens and the loss of the share.
@@ -179,7 +179,7 @@ class PolicyModel(GPTModel):
             position_ids = share.position_ids
         chunk = self.family.attention_chunk_size
         packed = packed_row(share.starts, position_ids, chunk=chunk, fused=HAVE_TE, share=share)
-        # Padding of the share has no loss, even where every token of the row has.
+        # Without a loss mask every token of the row has loss, but tokens that pad the share have none.
         if loss_mask is None and share.places is not None:
             loss_mask = torch.ones(share.length, dtype=torch.bool)
         places = None
@@ -196,14 +196,14 @@ class PolicyModel(GPTModel):
         assert row.position_ids is not None
         if expert_choices is not None:
             row.expert_choices = plan.share.of_row(expert_choices, fill=routing.UNKNOWN)
-            # Routers then see the tokens of this tensor-parallel rank alone.
+            # Under sequence parallelism routers see the tokens of this tensor-parallel rank alone.
             if self.config.sequence_parallel:
                 row.expert_choices = row.expert_choices.chunk(self.parallel.tp_size)[self.parallel.tp_rank]
         embedded = None
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
             embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
-            # Without a gradient of the embedding, Megatron's recomputation would cut the first layers' adapters off.
+            # Megatron's recomputation computes no gradients of the first adapters unless the embedding requires one.
             if self.adapters is not None:
                 embedded.requires_grad_()
         angles: Tensor | None = self._rotary_angles(row)
@@ -221,7 +221,7 @@ class PolicyModel(GPTModel):
     def _set_attention_backend(self) -> None:
         """Makes attention without a fused kernel an error: Transformer Engine's fallback keeps all scores of a row.
 
-        Megatron would set the variable to 1, and refuse an environment that has 0.
+        Megatron would set NVTE_UNFUSED_ATTN to 1, and would refuse an environment where the variable is 0.
         """
         if self.config.attention_backend == AttnBackend.auto:
             os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
@@ -239,7 +239,8 @@ class PolicyModel(GPTModel):
         return project(weight=weight)
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
-        """[n, 1, 1, d] angles per token; [longest, 1, 1, d] by position for most of Transformer Engine's layers."""
+        """[n, 1, 1, d] angles per token; [longest, 1, 1, d] by position for "thd" rows, except in latent
+        attention."""
         frequencies = self.inv_freq
         if row.qkv_format == "thd" and not self.config.multi_latent_attention:
             positions = torch.arange(row.longest, device=frequencies.device)
@@ -247,7 +248,7 @@ class PolicyModel(GPTModel):
             assert row.position_ids is not None
             positions = row.position_ids
         half = positions.float()[:, None] * frequencies
-        # The angle of a pair, once for each of the two elements: neighbors if interleaved, else half a head apart.
+        # Each angle rotates a pair of elements and occurs twice: side by side if interleaved, else half a head apart.
         pairs = half.repeat(1, 2)
         if self.config.rotary_interleaved:
             pairs = torch.repeat_interleave(half, 2, dim=-1)
@@ -255,14 +256,14 @@ class PolicyModel(GPTModel):
 
 
 def row_divisor(config: Any) -> int:
-    """The divisor of a share's number of tokens: the tensor-parallel size under sequence parallelism."""
+    """A share has a multiple of this many tokens: the tensor-parallel size under sequence parallelism, else 1."""
     if config.sequence_parallel:
         return config.tensor_model_parallel_size
     return 1
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """Call `loss` for some tokens of a rank's share, with positions in the row instead of positions in the share."""
+    """Call `loss` with positions in the whole row instead of `places`, which are positions in a rank's share."""
     return loss(logprobs, entropies, row_places[places])
 
 
@@ -273,7 +274,7 @@ def build_policy(
 
     If the recipe has policy.megatron_path, weights are loaded from there. Each chunk is DistributedDataParallel(
     Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(PolicyModel) in fp32. Raises ValueError for
-    options and checkpoints that do not fit.
+    options that Megatron or the policy's layers refuse, and for weights of another policy.
     """
     family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
@@ -328,13 +329,13 @@ def _check_attention(config: Any, recipe: Recipe) -> None:
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
-    """A second policy without gradients, in the recipe's data type; `plan.settings` has compared the vocabularies."""
+    """A policy that is never trained, in the recipe's data type; `plan.settings` has compared the vocabularies."""
     family = family_of_folder(hf_path)
     recipe = recipe.with_settings(policy={"lora": None})
     options = model_options(family, recipe, parallel)
     model = PolicyModel(options, family, recipe=recipe, parallel=parallel).to(parallel.device)
     if options.config.bf16:
-        # The constructor casts the model in place.
+        # The wrapper is not kept: its constructor casts `model` in place.
         Float16Module(options.config, model)
     routing.freeze_biases(model.decoder)
     load_hf([model], family, hf_path, parallel)
@@ -344,9 +345,9 @@ def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyMod
 def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
     """Makes Transformer Engine's linear layers add weight gradients to main_grad, which DDP has made.
 
-    Megatron-LM's default. Set here and not in the configuration: Megatron's output layer, whose forward is ours,
-    would refuse the option without apex (tensor_parallel/layers.py:1070). Layers of Transformer Engine read
-    the attribute in every forward pass and tell DDP (module/linear.py:2540, 1701 of 2.20.2).
+    Megatron-LM does so by default. The option is set here and not in the configuration: Megatron's output layer,
+    whose forward is ours, would refuse the option without apex (tensor_parallel/layers.py:1070). Layers of
+    Transformer Engine read the attribute in every forward pass and tell DDP (module/linear.py:2540, 1701 of 2.20.2).
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -366,7 +367,7 @@ def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
 
 
 def load_megatron(models: Sequence[Any], path: str | Path) -> None:
-    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Collective.
+    """Load this rank's unwrapped model chunks from a checkpoint that `convert` wrote. Collective.
 
     Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
     modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
@@ -381,14 +382,14 @@ def load_megatron(models: Sequence[Any], path: str | Path) -> None:
 def load_chunks(models: Sequence[Any], state: Mapping[str, Any]) -> None:
     """Load `state`, in the form of `sharded_models`, into model chunks.
 
-    With adapters, the state may have only a part of the parameters.
+    For a policy with adapters, `state` may lack parameters: the adapters, or all weights except adapters.
     """
     for key, model in keyed(models).items():
         model.load_state_dict(state[key], strict=unwrap(model).adapters is None)
 
 
 def sharded_models(models: Sequence[Any], *, adapters: bool = False) -> dict[str, Any]:
-    """Sharded state of model chunks by Megatron's keys: the adapters alone, or all except adapters."""
+    """Sharded state of model chunks by the keys of `keyed`: the adapters alone, or all except adapters."""
     state = {}
     for key, model in keyed(models).items():
         items = model.sharded_state_dict().items()
@@ -397,7 +398,7 @@ def sharded_models(models: Sequence[Any], *, adapters: bool = False) -> dict[str
 
 
 def keyed(models: Sequence[Any]) -> dict[str, Any]:
-    """Model chunks by Megatron's keys."""
+    """Model chunks by Megatron's keys in checkpoints: "model" for one chunk, else "model0", "model1" and so on."""
     if len(models) == 1:
         return {"model": models[0]}
     return {f"model{i}": model for i, model in enumerate(models)}

@@ -31,15 +31,15 @@ def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe) -> MegatronOp
 def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
     """Turn on the fused kernel of every PyTorch AdamW in `optimizer`; call before the first step.
 
-    The unfused AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results differ by
-    rounding. Other optimizers are unchanged.
+    The unfused AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results of the two
+    kernels differ by rounding. Optimizers of other types are not changed.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.AdamW):
-            assert not inner.state, "AdamW has made a step before the fused kernel was turned on"
+            assert not inner.state, "AdamW has made a step; call use_fused_adamw before the first step"
             for group in inner.param_groups:
-                # Every group has both keys, and PyTorch allows only one of the two to be True.
+                # PyTorch reads both keys from each group, and allows only one of the two to be True.
                 group["fused"] = True
                 group["foreach"] = False
 

@@ -81,7 +81,7 @@ def _state_dp_zero(
 
     On data-parallel ranks that write no parameters, the tensors have the right shapes and take no memory.
     """
-    # Megatron handles all other arguments, which belong to loading or to other forms of checkpoints.
+    # The replacement serves one combination of arguments. With any other, Megatron loads or saves another form.
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         original = DistributedOptimizer.get_parameter_state_dp_zero
         return original(part, use_gloo_comm, empty_data, return_on_all_ranks)
@@ -110,7 +110,7 @@ def _gather_bucket(
             for key, parameters in buffer_state.items():
                 parameters.tensors[place] = tensors[key].detach().to("cpu", torch.float32, copy=True)
         return
-    # As large as the bucket with padding: the shards of all ranks are equally long.
+    # The size includes the bucket's padding, since the shards of all ranks are equally long.
     gathered_bucket = torch.empty(bucket.grad_data.numel(), dtype=torch.float32, device=bucket.grad_data.device)
     shards = {key: torch.zeros_like(gathered_bucket[: len(gathered_bucket) // ranks]) for key in buffer_state}
     for parameter, ranges in shard_ranges.items():

@@ -29,8 +29,8 @@ from megatron_scalerl.trainer.ranks import parallel_keywords
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_text(encoding="utf8"))
-"""Options of megatron.model: the lists free, model, unused and elsewhere, which megatron_options.yaml explains, and
-refused options with the reason."""
+"""Every option of megatron.model: in the list free, model, unused or elsewhere (megatron_options.yaml explains the
+lists), or refused with a reason."""
 FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
 REFUSED: Mapping[str, str] = TABLE["refused"]
 _ATTENTION = frozenset(PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"])
@@ -38,7 +38,7 @@ _WITHOUT_ADAPTERS = (
     *("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
     *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
 )
-"""Options that choose layers without adapters."""
+"""Options that choose Megatron's layers for which this package has no adapters."""
 
 
 @record
@@ -47,7 +47,7 @@ class ModelOptions:
 
     config: TransformerConfig
     gpt: Mapping[str, Any]
-    """Keywords of GPTModel."""
+    """Keywords of GPTModel's constructor, besides the configuration."""
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
@@ -55,7 +55,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
 
     Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest key; for a key
     that would change the model from the policy's config.json, which engines serve; for a key that another section
-    sets; for a parallel size that does not divide the sharded size; and for options that Megatron
+    sets; for a parallel size that does not divide the policy's size that it shards; and for options that Megatron
     refuses.
     """
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
@@ -76,7 +76,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     # Layers of Transformer Engine get this option later, see `model.accumulate_in_linears`.
     if HAVE_TE:
         settings["gradient_accumulation_fusion"] = False
-    # The recomputation of mla_up_proj was never compared with the layers of `layers.latent`.
+    # No test has compared the recomputation of mla_up_proj with the layers of `layers.latent`.
     if "mla_up_proj" in (settings.get("recompute_modules") or ()):
         raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     if recipe.policy.lora is not None:
@@ -99,9 +99,9 @@ def option_defaults() -> dict[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any], model: Set[str]) -> None:
-    """Raises ValueError for options of other sections, and for values other than the policy and the layers have.
+    """Raises ValueError for options that other sections set, and for values that are not supported.
 
-    present_values: option -> the value that the policy and the layers here have. model: options that define a model.
+    present_values: option -> its value in the policy and the layers here. model: options that define a model.
     """
     for key, value in options.items():
         if key in ELSEWHERE:
@@ -147,8 +147,8 @@ def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 def check_megatron(family: Family, recipe: Recipe) -> None:
     """Build the first rank's configuration objects in this process, to find errors before any rank starts.
 
-    Raises ValueError, in one line, for unknown keys of the four sections and for settings that Megatron's
-    configuration classes refuse.
+    Raises ValueError, in one line, for unknown keys of megatron.parallel, ddp, optimizer and model, and for settings
+    that Megatron's configuration classes refuse.
     """
     parallel_keywords(recipe)
     ddp_config(recipe)
@@ -243,7 +243,7 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _device_settings() -> dict[str, Any]:
-    """Settings of all policies on this machine.
+    """Fields of TransformerConfig with the same value for all policies on this machine.
 
     A fusion is off if the Transformer Engine, apex or GPU that it requires is missing.
     """
@@ -254,7 +254,7 @@ def _device_settings() -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # Dense models need this as well: TransformerConfig refuses variable lengths with the default dispatcher.
+        # Dense models need this too: TransformerConfig refuses variable_seq_lengths with the default, "allgather".
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=not HAVE_GPU,
         gradient_accumulation_fusion=False,
@@ -265,13 +265,13 @@ def _device_settings() -> dict[str, Any]:
         bias_dropout_fusion=HAVE_TE,
         moe_grouped_gemm=HAVE_TE,
         moe_permute_fusion=HAVE_TE,
-        # With True, Megatron waits for the device after every exchange between stages, as old PyTorch versions need.
+        # If True, Megatron waits for the device after every exchange between stages, as old PyTorch versions need.
         batch_p2p_sync=not HAVE_GPU,
     )
 
 
 def _moe_settings() -> dict[str, Any]:
-    """Settings of experts: no auxiliary loss, and a frozen expert bias. The paper of ScaleRL states neither."""
+    """Settings of experts: no auxiliary loss, no update of the expert bias. The paper of ScaleRL states neither."""
     return dict(
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

@@ -34,7 +34,7 @@ class KnownShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
         forward = backward = (0, 0, 0)
-        # Activations and gradients have equal shapes.
+        # Gradients have the shapes of the activations.
         if recv_prev:
             forward = next(self._forward)
         if recv_next:

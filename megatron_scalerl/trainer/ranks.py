@@ -34,7 +34,7 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
 
 
 def parallel_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of initialize_model_parallel. Raises ValueError for an unknown keyword, naming the nearest."""
+    """Keywords of initialize_model_parallel. Raises ValueError for an unknown keyword, and names a similar one."""
     keywords = dict(recipe.megatron.parallel)
     expected = "a keyword of initialize_model_parallel"
     check_keys("megatron.parallel", keywords, known_keywords(), expected=expected, in_recipe=True)
@@ -58,7 +58,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     launcher. docs/cuda.md has the source of each variable.
     """
     if recipe.weights.transport != "nccl" and not device.HAVE_GPU:
-        # The host may have GPUs that were not assigned to the run.
+        # CPU runs hide all GPUs: the host may have GPUs that were not assigned to the run.
         return {"CUDA_VISIBLE_DEVICES": ""}
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)

@@ -47,7 +47,7 @@ def cross_entropy(inputs: LossInputs) -> LossOutput:
 
 
 def schedule(section: SftSection) -> Callable[[int], float]:
-    """Learning rate of a step (from 1): linear warm-up, constant, then linear down to lr x min_lr_ratio."""
+    """Learning rate of a step (from 1): linear warm-up, constant, then linear decay to lr x min_lr_ratio."""
     start = section.decay_from_share * section.steps
 
     def rate(step: int) -> float:
@@ -122,8 +122,8 @@ def _export(weights: Path, out: Path, *, like: Path) -> None:
 def _of_warm_start(recipe: Recipe) -> Recipe:
     """The recipe with the warm start's optimizer, threads, temperature and world size.
 
-    The world size is torchrun's, or 1. All weights are trained, also in a recipe with adapters. The temperature is 1,
-    not the rollouts' temperature, with which the examples were not sampled.
+    The world size is torchrun's, or 1. All weights are trained, also in a recipe with adapters. The temperature is 1:
+    the rollouts' temperature is for sampling, and the examples were not sampled.
     """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

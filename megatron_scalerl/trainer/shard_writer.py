@@ -3,7 +3,7 @@
 Megatron-Core forks a process per file and collects the reports through a multiprocessing manager, a spawned process
 of about 290 MB that runs as long as the rank and survives a killed rank. A synchronous save gains nothing from more
 processes, and forking a process with threads of collectives is a risk. An asynchronous save (`ShardWriting`) takes a
-thread: writing and syncing files release the interpreter.
+thread: writing and syncing files release the interpreter's lock.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 _WRITER = "write_preloaded_data_multithread"
-"""Megatron's writer of all files of a rank."""
+"""Name of Megatron's method that writes all files of a rank."""
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def writing_in_process() -> Iterator[None]:
     kept_queue = filesystem_async._results_queue
     setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
     filesystem_async._results_queue = queue.Queue()
-    # The suppressed warning recommends processes for every save.
+    # This suppresses a warning that recommends processes for every save.
     torch_strategies._logged_mcore_async_deprecation = True
     try:
         yield
@@ -115,19 +115,19 @@ class ShardWriting:
             self._thread.join()
 
     def complete(self) -> None:
-        """Write the checkpoint's index once all ranks are `done`. Collective; raises CheckpointException."""
+        """Write the index once all ranks are `done`. Collective. Raises CheckpointException if a rank failed."""
         for finalize in self._finalize:
             finalize()
 
 
 def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
-    """The write buckets with copies of live tensors in host memory; the tensors in `buckets` are dropped."""
-    # The call returns once the copies from a device are complete.
+    """`buckets` with copies of live tensors in host memory; the tensor lists in `buckets` are emptied."""
+    # `preload_fn` returns once the copies from a device are complete.
     copies: list[Any] = request.preload_fn()
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
         for number, (item, tensor) in enumerate(copied_tensors):
-            # `preload_fn` has already copied device tensors and parts of other tensors. Live host tensors are left.
+            # `preload_fn` copies device tensors, and parts of host tensors. Live host tensors are copied here.
             if tensor.untyped_storage().data_ptr() in live:
                 copied_tensors[number] = (item, tensor.clone())
     return copies

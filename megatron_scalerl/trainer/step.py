@@ -1,4 +1,4 @@
-"""An optimizer step on a packed batch, through Megatron's own schedules with our loss.
+"""An optimizer step on a packed batch, through Megatron's own schedules with this package's loss.
 
 The life of a step:
 
@@ -7,8 +7,8 @@ The life of a step:
    device computes, and then the loss function. Gradients are reduced with the last micro-batch.
 3. The optimizer steps, and the changed weights are counted; the metrics of all ranks are read back once.
 
-The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is part of the token
-weights. Megatron would divide twice: the schedule divides the loss in place by the number of micro-batches, and the
+The loss is a plain sum over the tokens of all micro-batches and ranks; the loss is averaged by the token weights
+alone. Megatron would divide twice: the schedule divides the loss in place by the number of micro-batches, and the
 gradient buffers divide by the data-parallel size. Here the loss is multiplied by both numbers first, which leaves the
 gradients of the plain sum. With context parallelism the schedule multiplies by the context-parallel size and the
 buffers divide by that size: the result is the sum of the gradients that the ranks compute from disjoint tokens.
@@ -49,7 +49,7 @@ from megatron_scalerl.types import Batch, MicroBatch, StepReport
 Loss = Callable[[LossInputs], LossOutput]
 Schedule = Callable[[int], float]
 _MegatronLoss = tuple[Tensor, dict[str, Tensor]]
-"""Loss and logged values, the result of a loss function of Megatron's schedules."""
+"""What a loss function returns to Megatron's schedules: the loss, and values to log."""
 
 
 def constant_with_warmup(section: OptimizerSection) -> Schedule:
@@ -109,8 +109,8 @@ class Trainer:
             self._loss_metrics = {**(loss_metrics or {}), "kl": "mean"}
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
-        # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:212). With
-        # calculate_per_token_loss the buffers sum, also over context-parallel ranks, but the schedule still
+        # The loss is multiplied by this number. The gradient buffers average over data-parallel ranks
+        # (distributed_data_parallel.py:212). With calculate_per_token_loss the buffers only sum, but the schedule
         # multiplies by the context-parallel size.
         self._averaged_ranks: float = parallel.dp_size
         if self._config.calculate_per_token_loss:
@@ -120,8 +120,9 @@ class Trainer:
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimizer step on this rank's batch.
 
-        Raises ValueError for tokens outside the vocabulary. Raises RuntimeError if ranks hold different batches that
-        must be equal, and if loss or gradient norm is not finite; the weights are then left in an invalid state.
+        Raises ValueError for tokens outside the vocabulary. Raises RuntimeError if ranks that must hold equal batches
+        hold different batches, and if loss or gradient norm is not finite. A loss or norm that is not finite leaves
+        the weights invalid.
         """
         begin = time.monotonic()
         self._check(batch.micro_batches, step=batch.step)
@@ -130,7 +131,7 @@ class Trainer:
         self.optimizer.zero_grad()
         rate = self._learning_rate(batch.step)
         for group in self.optimizer.param_groups:
-            # Megatron's own scheduler would apply both multipliers; wd_mult is 0 for vectors.
+            # Megatron's scheduler, which is not used here, would apply both multipliers; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         running = StepMetrics(self.parallel.device, self._loss_metrics)
@@ -171,7 +172,7 @@ class Trainer:
         return self.token_scores(token_ids)[0]
 
     def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities and entropies (nats) of each token list, from the second token on; forward only.
+        """Two lists: log-probabilities and entropies (nats) of each token list, from the second token on.
 
         Every data-parallel rank computes all token lists, and every rank returns the result.
         """
@@ -188,7 +189,7 @@ class Trainer:
         with torch.no_grad():
             self._schedule(self._filled(rows), collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
-        # Only the last stage calls `collect`.
+        # Only the last pipeline stage calls `collect`, and then shares the results with the other ranks.
         values = torch.zeros(2, sum(sizes), device=self.parallel.device)
         if scores:
             values = torch.cat(scores, 1)
@@ -214,15 +215,15 @@ class Trainer:
         # A loss with a divergence is always computed in chunks, so `loss` is not None there.
         if loss is None:
             loss = result.loss
-        # The result is a new tensor, because the schedule changes it in place (pipeline_parallel/schedules.py:340).
+        # The product is a new tensor: the schedule divides the result in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-        """The summed loss of the C tokens at `places` of a row, as `logits.api.token_loss` asks for."""
+        """The summed loss of the C tokens at `places` of a row: the `loss` function of `logits.api.token_loss`."""
         return self._loss(row.loss_inputs(logprobs, places, names=self.columns)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches, filled up to a multiple of the pipeline stages if Megatron's schedule is interleaved."""
+        """The micro-batches; an interleaved schedule also gets fillers, up to a multiple of the pipeline stages."""
         if len(self.chunks) == 1:
             return [*micro_batches]
         number = -len(micro_batches) % self.parallel.pp_size
@@ -234,11 +235,11 @@ class Trainer:
         """Run the micro-batches through Megatron's schedule for this pipeline."""
         size = max(len(m.tokens) for m in micro_batches)
         if self.parallel.pp_size > 1 and not self._config.variable_seq_lengths:
-            # Stages exchange activations of one fixed shape.
+            # Stages exchange activations of one fixed shape, so all rows are padded to the longest row.
             micro_batches = [pad_to(m, size) for m in micro_batches]
 
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            # The host prepares the row while the device computes the micro-batch before.
+            # The host prepares the row while the device computes the previous micro-batch.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             chunk_loss = None
             kl: dict[str, Any] = {}
@@ -276,7 +277,7 @@ class Trainer:
         )
 
     def _check(self, micro_batches: Sequence[MicroBatch], *, step: int) -> None:
-        """Raises as `step` does, before the device gets work: a later error would leave other ranks waiting."""
+        """Check tokens and ranks' agreement before the device gets work: a later error would leave ranks waiting."""
         check_tokens(micro_batches, unwrap(self.chunks[0]).family.vocab_size)
         agree(micro_batches, self.parallel, step=step)
 
@@ -294,7 +295,7 @@ def make_trainer(
     learning_rate: Schedule | None = None,
     load_weights: bool = True,
 ) -> Trainer:
-    """The trainer of a recipe, with the weights of the recipe's policy. Raises ValueError as `build_policy` does.
+    """The trainer of a recipe, with the weights of the recipe's policy. Raises the ValueErrors of `build_policy`.
 
     `loss` and `learning_rate` replace the recipe's, for the warm start. Without `load_weights` the weights are
     Megatron's random initial weights, and only config.json is read from the policy's folder.
@@ -319,5 +320,5 @@ def make_trainer(
 
 
 def pad_multiple(parallel: Parallel) -> int:
-    """The divisor of micro-batch lengths: the tensor-parallel size, for sequence parallelism."""
+    """Micro-batches have a multiple of this many tokens: the tensor-parallel size, for sequence parallelism."""
     return parallel.tp_size

@@ -1,8 +1,8 @@
 """The metrics of one optimizer step: accumulated on the device, reduced over all ranks once.
 
-Each metric has a type below, which knows the reduction and the value of the reduced parts. A micro-batch adds to a
-vector of sums and a vector of maxima on the device; the host reads both back once, at the end of the step. No metric
-takes part in the gradient.
+Each metric is a `Metric`, which consists of scalars, their reduction and a value computed from reduced scalars. A
+micro-batch adds to a vector of sums and a vector of maxima on the device; the host reads both back once, at the end
+of the step. No metric takes part in the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Metric:
     """A metric: scalars that one operation reduces over micro-batches and ranks, and the value of reduced scalars."""
 
     op: ClassVar[Any]
-    """Operation by which parts are reduced: SUM or MAX."""
+    """Operation that reduces the scalars over micro-batches and ranks: SUM or MAX."""
 
     @property
     def parts(self) -> tuple[Scalar, ...]:
@@ -38,7 +38,7 @@ class Metric:
         return tuple(vars(self).values())
 
     def value(self) -> float:
-        """The metric's value, once the parts are reduced."""
+        """The metric's value, computed from the reduced scalars."""
         raise NotImplementedError
 
 
@@ -166,10 +166,10 @@ class StepMetrics:
     def reduced(self, *, counts: bool, tokens: int, seconds: float, changes: Tensor) -> dict[str, float]:
         """The metrics over all ranks of the world, equal on every rank. Collective.
 
-        `counts` is True on a single rank of each model replica, whose sums contribute, so that no token counts twice.
+        `counts` is True on one rank of each model replica; only that rank's sums are added, so no token counts twice.
         `tokens`: of that rank's batch, prompts included. `seconds`: this rank's wall time, reduced to the maximum.
-        `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of staleness without tokens
-        are left out, and `weights_changed` without written elements.
+        `changes` [2]: how many elements of the weights changed, of how many that this rank wrote. The result lacks
+        buckets of staleness without tokens, and lacks `weights_changed` if no element was written.
         """
         metrics = _named(self._kinds, self._vectors)
         sums = self._vectors[SUM]
@@ -177,7 +177,7 @@ class StepMetrics:
         metrics["seconds"] = Max(sums.new_full((), seconds))
         metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
-        # The last two sums are `changes`. Every rank keeps both, and counts only weights that the rank writes.
+        # The last two sums are `changes`. Each rank counts only the weights that the rank writes, so all ranks add.
         if not counts:
             vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:

@@ -64,7 +64,7 @@ class WeightChanges:
         shards = [values for values, main in zip(*pairs()) if main is not None and values.is_contiguous()]
         for shard in shards:
             self.written.watch(shard)
-        # Only a distributed optimizer has a group and buffers. A pipeline stage may have empty buffers for experts.
+        # Only a distributed optimizer has a group and buffers. A buffer for experts may be empty on a stage.
         group = getattr(part, "data_parallel_group", None)
         parameters = []
         for buffer in getattr(part, "buffers", ()):
@@ -80,7 +80,7 @@ class WeightChanges:
         for number, (old, new) in enumerate(zip(values.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
             if records:
-                # `find` writes the new values into `old`, as the optimizer does again afterwards.
+                # `find` writes the new values into `old`. The optimizer later writes the same values once more.
                 changes = find(bits_of(old), new.to(old.dtype))
                 self._counts[0] += changes.positions.numel()
                 self.written.add(values, number * self._chunk, changes)

@@ -42,7 +42,7 @@ from megatron_scalerl.trainer import messages
 if TYPE_CHECKING:
     from megatron_scalerl.trainer.checkpoint import CheckpointWriting
 
-logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
+logger = logging.getLogger("megatron_scalerl.trainer.worker")  # __name__ would be __main__ in a rank
 
 EXIT_FAILED = 1
 
@@ -137,7 +137,7 @@ class Worker:
         )
 
     def hold(self, frames: Sequence[memoryview]) -> messages.BatchReceived:
-        """Keep a batch for its step: the frames of a Prepare. Raises InvalidMessage."""
+        """Keep the batch of a Prepare until the batch's Step. Raises InvalidMessage for an invalid batch."""
         return messages.BatchReceived(rank=self.parallel.rank, step=self._batches.hold(frames))
 
     def run(self, command: messages.Command) -> Any:
@@ -260,7 +260,7 @@ def main() -> int:
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         full = ""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # For a full disk one line is enough: the place where the error was raised says nothing more.
+            # A full disk is logged in one line, because a traceback would not help the user.
             full = str(error.filename or "")
             logger.error("%s", line)
         else:

@@ -65,7 +65,7 @@ class AdapterSlot(torch.nn.Module):
                     yield f"{projection}.lora_B", b[_INDEX, 0, :, :rank]
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """This module itself, whatever the target, since no parameter of the slot has padding."""
+        """Return this module for every target. `live_map` looks for padding in the result, and a slot has none."""
         return self
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -38,7 +38,7 @@ class _Region:
     """Whether another rank writes the region and shares the changes. This rank then keeps the changes that its
     updates need."""
     changed: int = 0
-    """Number of changes in all steps."""
+    """Number of changes in all steps since the last update."""
     by_step: list[tuple[int, ChangedElements]] = field(default_factory=list)
     """(step, changes) pairs in the order of the steps; empty where there are more changes than `most_coded`
     allows."""
@@ -52,8 +52,8 @@ class _Region:
             return ChangedElements(positions=empty, bits=bits_of(empty.to(self.dtype)))
         last, _ = self.by_step[-1]
         changes = joined_changes([step_changes for _, step_changes in self.by_step])
-        # Only chunks of one step come in rising order and change no element twice, so changes of several steps are
-        # sorted.
+        # The chunks of one step are in rising order and change no element twice. The changes of several steps are
+        # sorted here.
         if any(step != last for step, _ in self.by_step):
             changes = _newest(changes)
         self.by_step = [(last, changes)]
@@ -75,7 +75,7 @@ class ChangeRecord:
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []
-        """Functions that all ranks call at once before an update: each adds the changes that other ranks made."""
+        """Collective functions, called before an update: each adds the changes that other ranks made."""
 
     def want(self, is_recording: bool, views: Iterable[Tensor] = ()) -> None:
         """Start or stop the recording.
@@ -94,7 +94,7 @@ class ChangeRecord:
         return self._number_of(region) in self._needed_regions
 
     def watch(self, region: Tensor, *, of_another: bool = False) -> None:
-        """Register a region: from now on, every change of the region will be added.
+        """Register a region. From now on, the caller has to `add` every change of the region.
 
         region: contiguous. of_another: another rank writes the region, and `gather` adds that rank's changes.
         """
@@ -169,8 +169,8 @@ class ChangeRecord:
         pairs = [(view, *pair) for view, changes in zip(views, by_view) for pair in changes or ()]
         bounds: Iterator[list[int]] = iter(())
         if pairs:
-            # The host would wait once per view for the bounds, so the device searches all bounds, and the host reads
-            # them at once.
+            # `_cut` needs bounds on the host. The device searches the bounds of all views, so that the host waits
+            # only once.
             ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in pairs], dtype=torch.int64)
             ends = ends.to(pairs[0][1].positions.device)
             searched = [torch.searchsorted(changes.positions, end) for (_, changes, _), end in zip(pairs, ends)]
@@ -189,7 +189,7 @@ class ChangeRecord:
     def _changes_in(self, view: Tensor) -> list[tuple[ChangedElements, int]] | None:
         """The regions of a view as (changes of the region, index in the region of the view's first element).
 
-        None where the changes of the view are unknown.
+        The result is None if the changes of the view are unknown.
         """
         numbers = self._regions_of(view)
         if not numbers or self._lost or not self.is_recording:

@@ -26,14 +26,14 @@ from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
-"""Where more than 1 / MOST_CHANGED of the elements changed, all elements are sent: coding and writing single elements
+"""If more than 1 / MOST_CHANGED of a slot's elements changed, all values are sent: coding and writing single elements
 would cost more."""
 SMALL = 1 << 14
 """A slot of up to this many elements is always coded: one changed norm must not make the whole bucket be sent."""
 _LONG = 255
-"""Value of a gap's byte after which the gap continues in the next byte."""
+"""A gap's byte with this value stands for 255 unchanged elements, and the gap continues in the next byte."""
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> the integer type of the bits."""
+"""Size of an element (bytes) -> integer type that has the element's bits."""
 
 
 @record
@@ -41,7 +41,7 @@ class ChangedElements:
     """Elements whose bits differ, in rising order of position."""
 
     positions: Tensor
-    """[n] int64"""
+    """[n] int64: each element's position in the slot, region or view."""
     bits: Tensor
     """[n] int16 or int32, the new bits."""
 
@@ -141,7 +141,7 @@ def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     all_positions = torch.cat(list(positions))
     ends = list(accumulate(map(len, positions)))
     unchanged = torch.diff(all_positions, prepend=all_positions.new_full((1,), -1)) - 1
-    # The first gap of a slot counts from the slot's start, not from the last position of the slot before.
+    # The first gap of a slot counts from the slot's start, not from the previous slot's last position.
     starts = _host([0, *ends[:-1]], all_positions.device)
     unchanged[starts] = all_positions[starts]
     long_gaps = unchanged.div(_LONG, rounding_mode="floor")
@@ -155,7 +155,7 @@ def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 def _positions(gaps: Tensor, gap_bytes: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
     """[slots][changed] int64, inverse of `_gaps`."""
     is_last = gaps != _LONG
-    # The running sum goes on over all slots, so the sum at a slot's start is subtracted from the slot's positions.
+    # The running sum does not restart at a slot, so the sum before the slot is subtracted from the slot's positions.
     running = torch.cumsum(gaps.to(torch.int64) + is_last, 0)
     ends = _host(list(accumulate(gap_bytes)), gaps.device)
     sums_before = torch.cat([ends.new_zeros(1), running[ends[:-1] - 1]])

@@ -29,7 +29,7 @@ order."""
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integer type of the bits."""
+"""Size of an element (bytes) -> integer type that has the element's bits."""
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ def weighted_sum(bits: Tensor, starts: np.ndarray, rows: np.ndarray, inner: Tens
 
 
 def _on_device(bits: Tensor, starts: np.ndarray, rows: np.ndarray, inner: Tensor) -> int:
-    # The import is here because the module imports Triton.
+    # The import is here because `sum_kernel` imports Triton, which a machine without a GPU may lack.
     from megatron_scalerl.weights import sum_kernel
 
     device_starts = torch.from_numpy(starts).to(bits.device)
@@ -117,8 +117,8 @@ def value_digest(values: Tensor, tensor: int, axes: Sequence[int], along: Sequen
     """Digest of a part of a tensor.
 
     values: of any strides; dimension d of the values has the indices `along[d]` of the whole tensor's dimension
-    `axes[d]`. A dimension of the tensor that is not in `axes` counts as index 0; `at` has the factor of another
-    index.
+    `axes[d]`. A dimension of the tensor that is not in `axes` gets no factor: the caller multiplies the digest by
+    `at`.
     """
     factors = [_factors_of_indices(axis, index) for axis, index in zip(axes, along)]
     return _weighted_digest(values, factors) * (mixed(tensor) | 1) & _MASK

@@ -28,7 +28,7 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
         for view in views:
             if not _meets(view, changes.ranges):
                 continue
-            # `_write` uses the table of one view for the whole group, so a view with a table is a group alone.
+            # `_write` uses one index table for the whole group, so a view with a table forms a group of its own.
             table_owner = id(view) if _tables(view) else 0
             key = (view.live.untyped_storage().data_ptr(), len(changes.ranges), table_owner)
             groups.setdefault(key, []).append((view, changes))
@@ -57,7 +57,7 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
         target = target + index * stride
         outside |= (index < view_first) | (index >= view_end)
         remainders = quotients
-    # A selection makes the host wait for the mask's size, so nothing is selected where all elements are inside.
+    # Selecting elements makes the host wait for the mask's size, and is left out if all elements are in the views.
     if not all(_holds(view, changes.ranges) for view, changes in pairs):
         inside = outside.logical_not().nonzero().flatten()
         target = target[inside]
@@ -89,8 +89,8 @@ def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
 
 
 def _row(view: LiveView, ranges: Ranges) -> list[int]:
-    """The numbers by which `_write` places a pair's changes: the memory's element at index 0, then for each axis size
-    and first index of the rectangle, and first index, end and stride of the view."""
+    """The numbers of a view and a rectangle for `_write`: the element of memory at index 0; then along each axis the
+    rectangle's size and first index, and the view's first index, end and stride."""
     base = int(view.live.storage_offset())
     row = []
     for (a, b), (view_first, view_end, stride) in zip(ranges, _bounds(view)):

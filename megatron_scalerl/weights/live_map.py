@@ -36,7 +36,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 Copied = Callable[["_Recording", Tensor], None]
 """A function that takes the source and the destination of a copy."""
 _IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
-"""Functions after which every element lies where it lay before."""
+"""Functions that leave every element in place."""
 _FOLLOWED_FUNCTIONS = {
     *_IDENTITIES,
     *("view", "reshape", "flatten", "unflatten", "ravel", "transpose", "swapaxes", "swapdims", "permute", "t", "T"),
@@ -57,9 +57,9 @@ class Scatter:
     """
 
     tensor: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     parameter: str
-    """Name in the engine's model."""
+    """Name of the parameter in the engine's model."""
     shape: tuple[int, ...]
     offset: int
     """Position of the destination's first element in the parameter's storage."""
@@ -94,9 +94,9 @@ class LiveView:
     """A view of a live parameter that holds elements of a tensor."""
 
     tensor: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     parameter: str
-    """Name in the engine's model."""
+    """Name of the parameter in the engine's model."""
     live: Tensor
     """The view of the parameter. Dimension d of the view runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
@@ -141,7 +141,7 @@ class LiveView:
             target[tuple(grid.to(target.device) for grid in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
-        """Digest of the view's present values. number, dtype: the tensor's.
+        """Digest of the view's present values. number, dtype: of the tensor in the manifest.
 
         The model may hold the parameter in a wider type. Values that the tensor's type cannot hold give a digest that
         no sender is likely to have.
@@ -203,7 +203,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, Tenso
         line = f"{type(error).__name__}: {error}"
         raise ValueError(f"weights: the engine's model refuses tensor {name}: {line}") from error
     except NotImplementedError:
-        # NotImplementedError is a RuntimeError, which the next clause would catch.
+        # The next clause catches RuntimeError, of which NotImplementedError is a subclass.
         raise
     except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
         line = f"{type(error).__name__}: {error}"
@@ -214,8 +214,8 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, Tenso
 def unfilled_parameters(
     scatters: Iterable[Scatter], parameters: Mapping[str, Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> the problem, for each parameter with a value that is not written exactly once; padding does not
-    count."""
+    """Parameter -> the problem, for each parameter of which a value is not written exactly once. Padding may stay
+    unwritten."""
     write_counts = dict.fromkeys(parameters, 0)
     for scatter in scatters:
         write_counts[scatter.parameter] += prod(scatter.shape)
@@ -241,7 +241,7 @@ def _padding(layer: Any, key: str, parameter: Tensor) -> int:
     if experts is not None and key in ("w13_weight", "w2_weight"):
         matrix = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
         if key == "w13_weight" and experts.is_act_and_mul:
-            matrix *= 2  # for the gate and the up projection
+            matrix *= 2  # two matrices: gate and up projection
         return parameter.numel() - parameter.shape[0] * matrix
     return 0
 
@@ -311,7 +311,7 @@ class _Recording(Tensor):
             destination, source = args[:2]
             if not isinstance(source, cls) or isinstance(destination, cls):
                 raise NotImplementedError(
-                    "weights: the loader copies values that are not a checkpoint tensor's, or not into a parameter"
+                    "weights: the loader may copy only tensors of the checkpoint, and only into parameters"
                 )
             source.on_copy(source, destination)
             return destination
@@ -327,7 +327,7 @@ class _Recording(Tensor):
         # Without this block, each function of a _Recording would call this method again.
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("is_floating_point", "element_size", "__get__"):
-                # These functions ask about the tensor itself, not about the order of the elements.
+                # These functions return facts such as the type, which do not depend on the order of the elements.
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, Tensor):
                     return answer
@@ -375,7 +375,7 @@ def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -
         if isinstance(value, _Recording):
             if value.hf_name != source.hf_name:
                 raise NotImplementedError(
-                    f"weights: {source.hf_name}: the loader combines this tensor with {value.hf_name}"
+                    f"weights: {source.hf_name}: the loader may not combine this tensor with {value.hf_name}"
                 )
             return value.flat_indices()
         if isinstance(value, list | tuple):

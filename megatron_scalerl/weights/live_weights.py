@@ -31,7 +31,7 @@ from megatron_scalerl.weights.plan import Manifest, volume
 from megatron_scalerl.weights.transport.frames import Payload
 
 BLOCK_ROWS = 16
-"""Rows of an expert's matrix that vLLM's CPU kernel interleaves."""
+"""Number of rows of an expert's matrix that vLLM's CPU kernel stores as one block, interleaved."""
 
 
 def live_views(
@@ -182,7 +182,7 @@ class LiveWeights:
         self._latent = [(names[layer.kv_b_proj.weight.data_ptr()], layer) for layer in latent]
         self._views = [by_tensor[meta.name] for meta in manifest]
         self._written_tensors: set[int] = set()
-        """Numbers of the tensors that the update has written."""
+        """Numbers of the tensors that were written since the last `finish`."""
 
     def write(self, payload: Payload) -> None:
         """Write a rectangle of a tensor, or changed elements of several tensors."""
@@ -207,7 +207,7 @@ class LiveWeights:
             if name is None or name in written_parameters:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            # All workers of a context-parallel group gather W_UK_T_dcp_qrep together, so no worker may skip the call.
+            # The call gathers W_UK_T_dcp_qrep in a context-parallel group, so all workers of the group need the call.
             if name in written_parameters or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written_tensors = set()
@@ -240,9 +240,9 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _packed_experts(model: Any) -> set[str]:
-    """Names of the expert weights whose rows lie in blocks.
+    """Names of the expert weights that vLLM's CPU kernel keeps in blocks of BLOCK_ROWS rows.
 
-    Raises NotImplementedError for a kernel with an unknown order.
+    Raises NotImplementedError if the layer's kernel for experts keeps weights in an unknown layout.
     """
     names = set()
     for prefix, layer in model.named_modules():
@@ -270,7 +270,7 @@ def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
     kernel."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    # bfloat16 holds these numbers exactly.
+    # All numbers are below 251, which bfloat16 holds exactly.
     unpacked_weights = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)
     blocks = unpacked_weights.view(2, 64 // BLOCK_ROWS, BLOCK_ROWS, 32).transpose(2, 3)
     return torch.equal(cpu_prepack_moe_weight(unpacked_weights, "vec").flatten(), blocks.flatten())

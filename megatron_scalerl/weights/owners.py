@@ -26,9 +26,9 @@ class Place(NamedTuple):
     ep: int
     etp: int
     copy: int
-    """Rank among the ranks with the same dense parameters."""
+    """Number of this rank among the ranks with the same dense parameters."""
     expert_copy: int
-    """Rank among the ranks with the same experts."""
+    """Number of this rank among the ranks with the same experts."""
 
 
 @record
@@ -82,7 +82,7 @@ def send_plan(
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
     first_copies = {candidate.ranks[0] for candidate in candidates}
     sent_elements = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
-    # -1 stands for the sender, which no part has yet.
+    # Parts get -1 as the sender until senders are assigned below.
     cuts = []
     for candidate in candidates:
         for shard, shard_needs in enumerate(needs):
@@ -129,8 +129,8 @@ def _candidates(
     number = {meta.name: n for n, meta in enumerate(parameters)}
     sizes = Place(*(1 + max(ranks) for ranks in zip(*places)))
     experts_per_rank = (family.transformer.get("num_moe_experts") or 0) // sizes.ep
-    # The keys of dense parameters have two coordinates, the keys of experts three. In each list the first copies come
-    # first.
+    # Keys are (pp, tp) for dense parameters and (pp, ep, etp) for experts. Each list begins with the first
+    # data-parallel copies.
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, place in sorted(enumerate(places), key=lambda item: (item[1].copy, item[0])):
         holders.setdefault((place.pp, place.tp), []).append(rank)
@@ -159,12 +159,12 @@ def _holders_of(
         for shard, ranks in enumerate(by_shard):
             yield (shard, len(by_shard)), ranks
     else:
-        # Every tensor-parallel rank has the whole parameter. The first data-parallel copies of all ranks come first.
+        # Every tensor-parallel rank has the whole parameter. The first data-parallel copies begin the list.
         yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 
 def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most_ranks: int) -> set[int]:
-    """Data-parallel copies that send as well: all second copies, then all third copies, while `most_ranks` allows."""
+    """Ranks that send besides `first_copies`: all second copies, then all third copies, while `most_ranks` allows."""
     copies: set[int] = set()
     for copy in range(1, max(len(candidate.ranks) for candidate in candidates)):
         more_copies = copies | {candidate.ranks[copy] for candidate in candidates if copy < len(candidate.ranks)}

@@ -38,7 +38,7 @@ from megatron_scalerl.record import record
 
 MOST_CHANNELS = 8
 """Channels of a broadcast group over NCCL. Each channel has buffers on every member's device. NCCL would take up to
-32; 8 is an estimate."""
+32. That 8 are enough is an estimate."""
 ALIGNMENT = 16
 """Every rectangle starts in a bucket at a multiple of this many bytes, as a view in the tensor's type requires."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
@@ -143,7 +143,7 @@ class ParamMeta:
     """Name, type and shape of a tensor that engines receive."""
 
     name: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     dtype: str
     """Type of the elements: float32, bfloat16 ..."""
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """A rectangle of a tensor that one sender sends to the workers of one shard."""
 
     tensor: int
-    """Index into the plan's parameters."""
+    """Index of the tensor in the plan's `parameters`."""
     sender: int
     """Index of the sending rank among the senders."""
     shard: int
@@ -233,13 +233,13 @@ class Slot:
     """A rectangle and the place of its bytes in a bucket."""
 
     part: int
-    """Index into the plan's parts."""
+    """Index of the rectangle's part in the plan's `parts`."""
     ranges: Ranges
     """The rectangle, in the whole tensor's indices: a part's, or a slice of a part that is larger than a bucket."""
     offset: int
-    """First byte in the bucket."""
+    """Place of the rectangle's first byte in the bucket."""
     nbytes: int
-    """Bytes without padding."""
+    """Size of the rectangle's values (bytes), without padding."""
 
 
 @record
@@ -264,7 +264,7 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def manifest_from_json(text: str) -> Manifest:
-    """Inverse of `manifest_to_json`. Raises ValueError."""
+    """Inverse of `manifest_to_json`. Raises ValueError for JSON that is not a valid manifest."""
     return manifest_of(_decoded(text, list[tuple[str, str, list[int]]], "a list of name, dtype and shape"))
 
 
@@ -328,7 +328,7 @@ def _check_cover(meta: ParamMeta, sent_rectangles: Sequence[Ranges], needed_rect
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: the rectangle {ranges} is not inside the shape {meta.shape}")
-    # The common case is one rectangle that is sent as needed: no cells have to be counted.
+    # In the common case the only needed rectangle is sent in one part, and no cells have to be counted.
     if len(needed_rectangles) <= 1 and list(sent_rectangles) == list(needed_rectangles):
         return
     sent_counts, needed_counts = _counted(meta, sent_rectangles, needed_rectangles)
@@ -440,7 +440,7 @@ class SendReport:
     bytes: int = 0
     """Bytes sent by all ranks, padding included."""
     whole_bytes: int = 0
-    """Bytes that all ranks would have sent without deltas."""
+    """Bytes that all ranks would have sent if all values were sent instead of changes."""
     most_sent: int = 0
     """Bytes of the rank that sent the most."""
     most_received: int = 0

@@ -44,7 +44,7 @@ class WeightSending:
         failure = ""
         number = self._source.sender
         self.close()
-        # A rank that does not send still records changes, for the ranks that do.
+        # A rank that sends nothing still records changes, for the sending ranks.
         has_readers = number is not None or bool(self._change_record.gathers)
         self._change_record.want(connection.deltas != "off" and has_readers, self._source.parts())
         if number is not None:
@@ -85,7 +85,7 @@ class WeightSending:
                 shard_digests[list(self._sender.values)] = _signed(self._sender.values.values())
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
-        # A rank whose group failed comes here as well, since every rank waits for all ranks' entries of the table.
+        # A rank whose group failed goes on to here, because every rank waits for all ranks' entries of the table.
         self._change_record.forget()
         failure, table = self._shared(failure, torch.cat((bucket_digests, bucket_bytes, shard_digests)))
         if failure:

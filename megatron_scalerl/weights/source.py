@@ -74,7 +74,7 @@ class MegatronWeightSource:
     def __init__(
         self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1, family: Family | None = None
     ):
-        """most_senders: most ranks that may send; one copy of the model sends in any case.
+        """most_senders: most ranks that may send, but the ranks of one copy of the model always send.
 
         family: the weight map that names the tensors, such as the adapters' map to send adapters alone; None: the
         policy's.
@@ -95,7 +95,7 @@ class MegatronWeightSource:
         self._sends = self._planned_sends([all_of(self.manifest)])
 
     def plan_for(self, needs: Sequence[Needs]) -> WeightPlan:
-        """Plan updates for workers with these needs, [shards]. The plan is the same on all ranks. Collective.
+        """Plan updates for the needs of each shard's workers. The plan is the same on all ranks. Collective.
 
         Raises ValueError for needs that are outside of the tensors, RuntimeError if the ranks' plans differ.
         """
@@ -126,7 +126,7 @@ class MegatronWeightSource:
 
     @torch.no_grad()
     def as_sent(self, part: int) -> Tensor:
-        """The values of one of this rank's parts, as engines get the values.
+        """The values of one of this rank's parts, in the form that engines get.
 
         The values are those of `read`, with two exceptions: weights with adapters are merged, and an adapter's B is
         multiplied by the scale.
@@ -144,7 +144,7 @@ class MegatronWeightSource:
         holding = self._sends.holdings[part]
         values = holding.piece.of_shard(shard)
         for axis, index in enumerate(holding.piece.hf_index):
-            # This index selects one expert of a fused tensor, and `of_shard` has dropped the axis.
+            # An int selects one expert of a fused tensor. `of_shard` has dropped the axis, which is added again.
             if isinstance(index, int):
                 values = values.unsqueeze(axis)
         return values[within(holding.ranges, self.plan.parts[part].ranges)]
@@ -191,7 +191,7 @@ def _places(parallel: Parallel) -> list[Place]:
         copy=parallel.groups.dp_cp.rank(),
         expert_copy=parallel.groups.expt_dp.rank(),
     )
-    # A tensor is exchanged, because torch would unpickle objects of other ranks.
+    # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     table = torch.zeros((parallel.world_size, len(place)), dtype=torch.int64, device=parallel.device)
     table[parallel.rank] = torch.tensor(place, dtype=torch.int64)
     dist.all_reduce(table)
@@ -210,7 +210,7 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, Tensor]:
     """This rank's parameters and persistent buffers by the weight map's names.
 
-    The names have global layer and expert numbers, and the spelling of plain layers.
+    The names have global layer and expert numbers, and the spelling of Megatron's plain layers, not of fused layers.
     """
     parameters = {}
     for chunk in chunks:
@@ -240,9 +240,9 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     matches = filter(None, map(LAYER.match, parameters))
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
-    # A tensor is exchanged, because torch would unpickle objects of other ranks.
+    # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
-    assert -1 not in stages, f"no pipeline stage holds the layers with stage -1: {stages.tolist()}"
+    assert -1 not in stages, f"stages of the layers, -1 for a layer that no stage holds: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))
 
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Values that a program of the kernel reads in one step."""
+"""Number of values that one program of the kernel reads in a step."""
 SPAN = 16 * BLOCK
-"""Values that a program of the kernel sums in all steps."""
+"""Number of values that one program of the kernel sums in all steps."""
 
 
 def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, inner: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
+"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over this package's groups.
 
 Life of a receiver, by the engine's HTTP paths:
 
@@ -78,7 +78,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         """Digest of the last update's buckets (hex), empty while no update is complete."""
         self._groups: dict[int, Group] = {}
-        """Sender -> group."""
+        """Number of a sender -> the broadcast group of this sender."""
         self._plan: WeightPlan | None = None
         """The plan of this worker's shard."""
         self._held_version: int | None = None
@@ -129,10 +129,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         live = self._live_weights()
         digests: list[int] = []
-        # Live weights write each payload at once, so memory for two buckets is enough.
+        # Live weights write each payload before the next is requested, so memory for two buckets is enough.
         reuse = live is not None
         payloads = receive(self._groups, plan, version, digests, held_version=self._held_version, reuse=reuse)
-        # Until the update is complete, the parameters are of no version.
+        # During the update the parameters are a mixture of versions.
         self._held_version = None
         try:
             if live is None:
@@ -144,7 +144,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        # vLLM's loader takes whole tensors and no changes. Without a held version, the next update is whole.
+        # vLLM's loader takes whole tensors, not changes: without a held version only whole updates are accepted.
         self._held_version = None if live is None else version
         self.digest = combine(digests)
 
@@ -178,7 +178,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._refuse_partial_layers()
 
     def finish_weight_update(self) -> None:
-        """Copy the new parameters to the final addresses."""
+        """End vLLM's layerwise reload, if updates use one: copy the new parameters to the old addresses."""
         if self._live_weights() is None:
             finalize_layerwise_reload(self.model, self.model_config)
 
@@ -198,7 +198,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """
         first_names: dict[int, str] = {}
         copies: dict[str, list[str]] = {}
-        # named_modules yields each layer once, under the first name.
+        # named_modules yields a layer with several names only once, under the first name.
         for prefix, layer in self.model.named_modules():
             for key, parameter in layer.named_parameters(recurse=False):
                 name = f"{prefix}.{key}"

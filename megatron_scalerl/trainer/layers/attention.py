@@ -49,7 +49,7 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             packed_seq_params: PackedRow | None = None,
             **keywords: Any,
         ) -> Tensor:
-            """Attention for queries [N, heads, d] and the other arguments of `core`."""
+            """The attention of `core` for queries [N, heads, d], with chunks and query scale."""
             assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
             if query_scale is not None:
                 scale = query_scale(packed_seq_params.position_ids)

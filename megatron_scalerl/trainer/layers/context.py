@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_scalerl.record import record
 
 PADDING = -1
-"""Stands in `Share.places` for a padding token, which has no index in the row."""
+"""The number in `Share.places` of a padding token, which has no index in the row."""
 
 
 @record
@@ -66,7 +66,7 @@ class Share:
     position_ids: Tensor | None = None
     """[n] position of each token in its sequence. None if `places` is None."""
     order: Tensor | None = None
-    """[M] the same as `Context.order`. None if `places` is None."""
+    """[M] index of each token of the padded row in the concatenated shares of all ranks. None if `places` is None."""
     back: Tensor | None = None
     """[N] index of each token, in row order, in the concatenated shares of all ranks. None if `places` is None."""
 
@@ -108,7 +108,7 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
     padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
-    # The filler is an additional sequence that has no token of the given row.
+    # `filler` is the length of an additional sequence, of padding alone, at the end of the row.
     if filler:
         lengths.append(0)
         padded.append(filler)
@@ -166,11 +166,11 @@ def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) 
     for a, b in pairwise(starts):
         part = (b - a) // (2 * size)
         reach = chunk or max(b - a, 1)
-        # The early and the late chunk of a rank together cost the same on all ranks.
+        # A rank has one early and one late chunk, which together cost the same attention on all ranks.
         for j in (rank, 2 * size - 1 - rank):
             query = j * part
             end = query + part
-            # A chunk of the rank may lie in several chunks of attention.
+            # A rank's chunk may cross boundaries of chunked attention (`chunk`), and is cut there.
             while query < end:
                 first = query // reach * reach
                 stop = min(end, first + reach)

@@ -38,7 +38,7 @@ class RowAngles(torch.nn.Module):
         """
         row: PackedRow = arguments[-1]
         assert row.angles is not None
-        # As in Megatron, the dimension of the single row is dropped.
+        # Megatron expects angles without the second dimension, in which a row's angles have size 1.
         return row.angles[:, 0]
 
     def forward(self, angles: Tensor, packed_seq: bool = False) -> tuple[Tensor, float]:
@@ -57,7 +57,7 @@ class WholeLinear(torch.nn.Linear):
         weight: Any = self.weight
         assert config.init_method is not None
         config.init_method(weight)
-        # With this attribute Megatron sums the gradient over the ranks.
+        # If `sequence_parallel` is True, Megatron sums the weight's gradient over the tensor-parallel ranks.
         weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Any:
@@ -69,10 +69,10 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with `RowAngles` and, without Transformer Engine, `WholeLinear`."""
 
     def __init__(self, config: Any, *args: Any, **keywords: Any):
-        # For "yarn" Megatron would make a table, which needs a GPU under context parallelism and is not used here.
+        # With "yarn" Megatron would make a table, unused here, which under context parallelism needs a GPU.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
-        # With this type Megatron's attention takes a factor along with the angles.
+        # With "yarn" Megatron's attention takes a factor along with the angles, as `RowAngles` returns.
         config.rope_type = "yarn"
         factor = _yarn_get_concentration_factor(config.rotary_scaling_factor, config.mscale, config.mscale_all_dim)
         self.rotary_pos_emb = RowAngles(factor)
@@ -105,7 +105,7 @@ class LatentAttention(MLASelfAttention):
         return run(*tensors, attn_mask_type=attn_mask_type or self.attn_mask_type, **keywords)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The layers of the spec, unchanged.
+        """Return the layers of `submodules` unchanged.
 
         Megatron would add a norm before queries that have no down-projection.
         """

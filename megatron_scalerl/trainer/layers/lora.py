@@ -1,7 +1,7 @@
-"""Adapters (LoRA) beside Megatron's parallel linear layers, exact on every layout.
+"""Adapters (LoRA) beside Megatron's parallel linear layers, for every parallel layout without approximation.
 
-The life of an adapter: `with_lora` makes the layers' classes have adapters; `fill_adapters` gives every rank its
-shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced as in other layers.
+The life of an adapter: `with_lora` adds adapters to the layers' classes; `fill_adapters` gives every rank its
+shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced like all gradients.
 
 One factor of a pair is sharded like the weight, the second factor is whole on every tensor-parallel rank
 (`models.adapters`). Ranks exchange A x alone, which has policy.lora.rank numbers per token. The gradient of a whole
@@ -9,11 +9,11 @@ factor is
 
     complete on each rank           without sequence parallelism
     a sum over the ranks' tokens    with sequence parallelism: Megatron sums as for norms (`sequence_parallel`)
-    a sum over the ranks' columns   in experts, whose layers exchange nothing: each rank gets all tokens, and Megatron
-                                    sums inputs' gradients and outputs outside. Here the backward pass sums
+    a sum over the ranks' columns   in experts: a layer gets all tokens on each rank, and Megatron exchanges data only
+                                    outside of the layer. Here the adapter's backward pass computes this sum
 
-PyTorch computes the factors' gradients and DDP adds them to its buffers, so that no fused accumulation passes by the
-sums.
+PyTorch computes the factors' gradients, and DDP adds them to its buffers after these sums. Transformer Engine's fused
+accumulation would add a gradient without the sum.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""(layer divided by inputs, sequence parallelism) -> collective operation on A x. The backward pass reverses it."""
+"""(layer divided by inputs, sequence parallelism) -> collective on A x. The backward pass runs the reverse."""
 
 
 class Adapters(torch.nn.Module):
@@ -102,9 +102,9 @@ class Adapters(torch.nn.Module):
         else:
             sizes = [size // group.size() for size in sizes]
         self.widths = [size // self.groups for size in sizes]
-        """Number of consecutive outputs of each projection. The sequence of projections repeats `groups` times."""
+        """Outputs of each projection in one of `groups` groups; each group has the outputs of all projections."""
         self.targets = {projection: projection in lora.targets for projection in projections}
-        """Projection of the layer -> whether it has an adapter."""
+        """Projection of the layer -> whether the projection has an adapter."""
         self.sharded: dict[str, int] = {}
         """Name of a sharded factor -> axis along which ranks divide it."""
         for projection, size in zip(projections, sizes):
@@ -116,7 +116,7 @@ class Adapters(torch.nn.Module):
 
     def _register(self, name: str, shape: tuple[int, int], weight: Tensor, sequence_parallel: bool) -> None:
         parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        # The attribute is False for experts whose data-parallel ranks differ from the dense layers' ranks.
+        # Megatron's `allreduce` is False for experts whose data-parallel ranks differ from the dense layers' ranks.
         parameter.allreduce = getattr(weight, "allreduce", True)
         if name in self.sharded:
             set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)

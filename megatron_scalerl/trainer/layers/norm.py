@@ -64,8 +64,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale x [..., heads of this rank, d] to mean square 1 over the heads of all ranks, times the weight."""
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
-        # The first function sums over the ranks in the forward pass, the second in the backward pass: the mean and
-        # the mean's gradient need sums over all ranks, since the result of every rank depends on the mean.
+        # `reduce` sums over the ranks in the forward pass, `copy` in the backward pass. Both sums are needed, since
+        # the result of every rank depends on the mean square over all ranks.
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         weight = self.weight.view(-1, *x.shape[-2:])[self.group.rank()]

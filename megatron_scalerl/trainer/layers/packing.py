@@ -25,14 +25,14 @@ Measured on 48 sequences of 20 to 80 tokens: buckets are 1.35 times as fast as o
 as a loop over sequences; more than four buckets gain nothing."""
 
 LONGEST_STEP = 64
-"""Transformer Engine gets the longest length rounded up to a multiple of this number, and itself rounds a length that
-the caller leaves out (attention/dot_product_attention/dot_product_attention.py:2470 of 2.20.2): kernels are chosen,
-and cuDNN's are planned, for the longest length, which differs between micro-batches."""
+"""Multiple (tokens) to which a row's longest length is rounded up for Transformer Engine, which chooses and plans
+kernels anew for each longest length. Without a given length Transformer Engine computes and rounds one
+(attention/dot_product_attention/dot_product_attention.py:2470 of 2.20.2)."""
 
 
 @record
 class Bucket:
-    """Sequences of similar length, padded to the longest sequence."""
+    """Sequences of similar length, each padded to the length of the bucket's longest sequence."""
 
     sequences: int
     """Number of sequences."""

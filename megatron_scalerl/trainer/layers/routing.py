@@ -37,7 +37,7 @@ class ReplayedRouting(RouterReplay):
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
-        # A hook of the layer also runs for the recomputation in the backward pass, where Megatron calls the layer.
+        # Megatron's recomputation in the backward pass calls the layer again, and so runs this hook again.
         self.choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
         if self.choices is not None:
             self.choices = self.choices[:, self.layer]
@@ -52,7 +52,7 @@ class ReplayedRouting(RouterReplay):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """([n, K] scores, [n, K] experts) from scores [n, E]: the row's experts, the router's own where unknown.
 
-        Raises ValueError for choices of another shape.
+        Raises ValueError if the row's choices do not have the shape [n, K].
         """
         assert default_compute_topk is not None
         router_scores, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -63,13 +63,13 @@ class ReplayedRouting(RouterReplay):
                 f"expert_choices: the engine's choices for layer {self.layer} have shape {list(self.choices.shape)}, "
                 f"but the router of this layer needs {list(experts.shape)}"
             )
-        # A branch on the values would make the host wait for the device in every layer.
+        # `where` needs no branch. A branch would make the host wait for the device in every layer.
         experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
         return scores.gather(1, experts), experts
 
 
 def install(decoder: Any) -> None:
-    """Installs a ReplayedRouting at every router of a decoder's layers; without choices nothing changes."""
+    """Installs a ReplayedRouting at every router of a decoder's layers; without choices routers choose."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:

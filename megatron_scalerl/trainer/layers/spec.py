@@ -1,4 +1,4 @@
-"""The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's if available, else ours.
+"""The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's if available, else plain layers.
 
 The life of a spec: `PolicyModel` asks for `block_submodules` of a model chunk; a provider names the classes of this
 machine; each layer's style in the family chooses a class; Megatron builds a TransformerLayer from each spec.
@@ -32,8 +32,9 @@ from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, S
 
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-"""Distributed checkpoints use Transformer Engine's names of the norms, so that either implementation reads the
-checkpoints of both: a norm that Transformer Engine fuses into the following linear layer is part of that layer."""
+"""Prefix of a norm's parameters -> Transformer Engine's, where the norm is part of the linear layer after it.
+Distributed checkpoints use Transformer Engine's names, so runs with and without Transformer Engine read the same
+checkpoints."""
 
 
 class PlainSpecProvider(LocalSpecProvider):

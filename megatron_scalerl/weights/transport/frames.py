@@ -33,7 +33,7 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 MAGIC = 0x4D53524C
 """First word of every header; any other word means that the two sides are out of sync."""
 ALL_VALUES = -1
-"""Stands for the base version in a header, and for a bucket's size, where all values are sent."""
+"""As the base version in a header, or as a bucket's size, this number says that all values are sent."""
 
 
 def slot_of(packed: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
@@ -128,7 +128,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: Tensor) -> Iterator[P
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # A payload smaller than the bucket has changes: a sender sends the whole bucket if changes would not be smaller.
+    # A payload with fewer bytes than the bucket has changes: a sender sends changes only if they take fewer bytes.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -139,7 +139,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: Tensor) -> Iterator[P
 def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of each tensor, once the tensor's last values have arrived.
 
-    Elements that the shard does not need are not set. Raises RuntimeError for changes.
+    Elements that the shard does not need are not set. Raises RuntimeError if a payload has changes.
     """
     unfinished: dict[int, tuple[Tensor, int]] = {}
     for payload in payloads:
@@ -233,8 +233,7 @@ def sequence_numbers(groups: Iterable[int]) -> list[int]:
 
 
 def bucket_digest(packed: Tensor, version: int, number: int) -> int:
-    """The digest that a bucket ends with, which differs for a bucket that is lost, repeated, late or of another
-    update.
+    """The digest at a bucket's end, by which the receiver finds changed bytes, and a lost, repeated or late bucket.
 
     number: the bucket's number in the group's sequence.
     """

@@ -26,7 +26,7 @@ from megatron_scalerl.weights.plan import MOST_CHANNELS, Connection
 Read = Callable[[int], torch.Tensor]
 """A function from the number of a part to the part's values, in the rectangle's shape: a view of a parameter."""
 Finish = Callable[[], None]
-"""A function that waits for the end of a broadcast. Raises RuntimeError."""
+"""A function that waits for the end of a broadcast. Raises RuntimeError if the broadcast fails."""
 WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 """Environment variable that makes torch create NCCL groups without a watchdog."""
 
@@ -40,7 +40,7 @@ class Group:
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard, and return when all members have joined.
 
-        Raises RuntimeError after connect_timeout_s.
+        Raises RuntimeError if a member has not joined after connect_timeout_s.
         """
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
@@ -51,7 +51,7 @@ class Group:
         self._group: Any = self._make(connection, rank)
 
     def _make(self, connection: Connection, rank: int) -> Any:
-        # The type is Any, since torch's stubs lack the class's options.
+        # The type is Any, since torch's type stubs lack the options of ProcessGroupGloo.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo_device(connection.rendezvous)]
@@ -59,7 +59,7 @@ class Group:
         return gloo(self._store, rank, self._world_size, options)
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Start to broadcast rank 0's tensor, and return a function that waits for the end. Raises RuntimeError."""
+        """Start to broadcast rank 0's tensor; the returned function waits for the end. Errors as in `broadcast`."""
         if self._group is None:
             raise RuntimeError("the group of the weight update is closed")
         options = dist.BroadcastOptions()
@@ -74,7 +74,7 @@ class Group:
         self.start(tensor)()
 
     def turns(self, nbytes: int) -> torch.Tensor:
-        """[2, at least nbytes] uint8: memory for two buckets, which take turns.
+        """[2, at least nbytes] uint8: memory for two buckets, used in turn.
 
         The group keeps host memory for later updates, because fresh pages cost more than a copy. The group does not
         keep device memory, because the model and the KV cache need the space.
@@ -111,7 +111,7 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        # Each channel takes device memory that the KV cache could use.
+        # The number of channels is limited, because each takes device memory that the KV cache could use.
         options.config.max_ctas = MOST_CHANNELS
         with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
@@ -120,7 +120,7 @@ class NcclGroup(Group):
             self._store.set(f"here-{rank}", "")
             keys = [f"here-{member}" for member in range(self._world_size)]
             self._store.wait(keys, timedelta(seconds=connection.connect_timeout_s))
-            # Without this call the members would connect in the first broadcast, within the time limit of a
+            # Members connect now. Otherwise the first broadcast would connect them, within the time limit of one
             # broadcast.
             group.eager_connect_single_device(self.device)
         except BaseException:
@@ -129,7 +129,7 @@ class NcclGroup(Group):
         return group
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Broadcast rank 0's tensor and wait for the arrival. Raises RuntimeError.
+        """Broadcast rank 0's tensor and wait for the arrival. Errors as in `broadcast`.
 
         Only one broadcast is in progress. With two communicators in progress on one device, two receivers might run
         the broadcasts in different orders, and wait for each other.

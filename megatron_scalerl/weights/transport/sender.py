@@ -98,7 +98,7 @@ class Sender:
             for finish in in_flight:
                 finish()
         except BaseException:
-            # Closed groups make waiting receivers fail at once.
+            # The groups are closed, so that waiting receivers fail at once.
             self.close()
             raise
         self._version = version
@@ -144,7 +144,7 @@ class Sender:
         if not slots:
             return torch.empty(0, dtype=torch.uint8, device=self.groups[bucket.shard].device)
         frame = encode(slots)
-        # The receiver recognizes changes by a size below the whole bucket's size.
+        # The receiver recognizes changes by a size below the whole bucket's, so larger changes cannot be sent.
         if frame.numel() >= bucket.nbytes:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
@@ -165,7 +165,7 @@ class Sender:
     def _memory(self, number: int, *, lasting: bool) -> Tensor:
         """[nbytes + 8] uint8: memory for a bucket, 0 between the slots.
 
-        On CPUs the bucket after the next gets the same memory, unless the memory is `lasting`.
+        On CPUs the bucket two places later reuses the memory, unless `lasting` is True.
         """
         bucket = self._buckets[number]
         device = self.groups[bucket.shard].device

@@ -49,7 +49,7 @@ class ShmGroup(Group):
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard, and return when all members have joined.
 
-        Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
+        Raises RuntimeError if a member has not joined after connect_timeout_s, and for processes on several hosts.
         """
         if not isinstance(connection.rendezvous, FolderRendezvous):
             raise RuntimeError(
@@ -62,7 +62,7 @@ class ShmGroup(Group):
         self._buffers: list[torch.Tensor] = []
         self._leads = rank == 0
         self._next = 0
-        """Number of the next chunk."""
+        """Number of the chunk that this member sends or receives next."""
         self._copied_out = [0] * (connection.world_sizes[shard] - 1)
         """[receivers] number of chunks that each receiver has copied out so far."""
         self._receiving: deque[torch.Tensor] = deque()
@@ -144,7 +144,8 @@ class ShmGroup(Group):
         """Broadcast rank 0's tensor, which may have any type and must be contiguous.
 
         When `start` returns, rank 0 has copied the tensor. When the returned function returns, all receivers have
-        copied the tensor out. Both raise RuntimeError.
+        copied the tensor out. Both raise RuntimeError if the group is closed, or if a member leaves or does not
+        answer.
         """
         if not self._is_open:
             raise RuntimeError("the group of the weight update is closed")
@@ -179,7 +180,7 @@ class ShmGroup(Group):
 
     def _send(self, data: torch.Tensor) -> None:
         for chunk in data.split(len(self._buffers[0])):
-            # This buffer is free once all receivers have copied out the last chunk that was in the buffer.
+            # The buffer for this chunk is free once all receivers have copied out the chunk BUFFERS before this one.
             self._wait_for(self._next + 1 - BUFFERS)
             self._buffers[self._next % BUFFERS][: len(chunk)].copy_(chunk)
             for connection in self._sockets:
@@ -195,7 +196,7 @@ class ShmGroup(Group):
                     f"chunk {number} of {size} bytes arrived instead of chunk {self._next} of {len(chunk)} bytes"
                 )
             chunk.copy_(self._buffers[number % len(self._buffers)][:size])
-            # A sender that has left does not need the answer, so a broken connection is no failure here.
+            # A sender that has left needs no answer, so a broken connection is no failure here.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(b"\0")
             self._next += 1
@@ -211,7 +212,7 @@ class ShmGroup(Group):
 
 
 def _received(connection: socket.socket, count: int) -> bytes:
-    """The next `count` bytes. Raises OSError."""
+    """The next `count` bytes. Raises OSError if the peer closes the connection or sends nothing in time."""
     data = b""
     while len(data) < count:
         received_bytes = connection.recv(count - len(data))
