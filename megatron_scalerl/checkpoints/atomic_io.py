@@ -50,8 +50,9 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Open a file, and lock the file (flock) until the caller closes the returned descriptor. Raises BlockingIOError
-    if another process holds the lock.
+    """Open a file, and lock the file (flock) until the caller closes the returned descriptor.
+
+    Raises BlockingIOError if another process holds the lock.
     """
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

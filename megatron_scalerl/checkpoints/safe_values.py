@@ -54,8 +54,9 @@ def _is_empty(state: Any) -> bool:
 
 
 def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
-    """Read the only tensor of an archive. Arguments as for `read_value`. Raises ValueError, naming the file, unless
-    the archive holds one dense tensor and nothing more.
+    """Read the only tensor of an archive. Arguments as for `read_value`.
+
+    Raises ValueError, naming the file, unless the archive holds one dense tensor and nothing more.
     """
     with _archive(folder, place, content) as window:
         return _tensor(window)
