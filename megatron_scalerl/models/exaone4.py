@@ -13,7 +13,7 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does, and for a sliding window.
     """
-    # With another value transformers applies no RoPE in layers of full attention.
+    # If `sliding_window` is set, transformers applies no RoPE in layers of full attention.
     require(config, "sliding_window", None)
     layers = (LayerStyle(qk_norm="weighted", post_norm=True),) * config.num_hidden_layers
     return decoder_family(config, layers=layers)

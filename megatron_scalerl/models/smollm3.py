@@ -11,7 +11,7 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does.
     """
-    # Despite its name, the list has 1 for a layer with rotary embeddings.
+    # Despite the name, no_rope_layers has 1 for a layer with rotary embeddings.
     rotated = config.no_rope_layers[: config.num_hidden_layers]
     if len(rotated) < config.num_hidden_layers:
         raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries; give one for every layer")

@@ -69,7 +69,7 @@ class PromptReport:
         if self.duplicates:
             lines.append(f"{self.key}: {self.duplicates} duplicates skipped")
         if self.leaked:
-            lines.append(f"{self.key}: {self.leaked} training rows skipped whose text is held out")
+            lines.append(f"{self.key}: {self.leaked} training rows skipped, because the text is held out")
         if self.unusable:
             share = f"{len(self.unusable)} of {self.rows} rows cannot be learned from and are skipped"
             lines += [f"{self.key}: {share}:", *listing(self.unusable)]
@@ -260,7 +260,7 @@ class _Loader:
         checked = len(trials) - trials.count(None)
         if checked < len(trials) and not self.task.episodes:
             self._layouts.append(
-                f"{path}: {checked} of {len(trials)} references were checked; the rest are checked at first use"
+                f"{path}: {checked} of {len(trials)} references were checked; the rest are checked during the run"
             )
         # rows for other verifiers do not count as read or skipped, since a mixed file may have few rows of this task
         read = self._rows - rows_before - elsewhere

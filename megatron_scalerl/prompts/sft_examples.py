@@ -139,7 +139,7 @@ def _with_end_token(
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     if at < len(ids) - 1:
         raise ValueError(
-            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; with sft.add_eos only the last token may"
+            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; with sft.add_eos only the last may do so"
         )
     if at < len(ids):
         return ids, mask
