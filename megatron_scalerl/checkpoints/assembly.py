@@ -18,11 +18,11 @@ from megatron_scalerl.record import record
 BAND_BYTES = 8 << 20
 """Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
-"""numpy's unsigned integer type that holds the bits of a value, by safetensors' name of the value's type."""
+"""safetensors' name of a type -> numpy's unsigned integer type for the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""torch's names of the types that a policy's weights may have, by safetensors' names."""
+"""safetensors' name -> torch's name, for the types that a policy's weights may have."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-"""safetensors' names of the types in TORCH_NAMES, by torch's names."""
+"""torch's name -> safetensors' name, for the types in TORCH_NAMES."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
 """Bit pattern of infinity, shifted left by 1 to drop the sign bit. `has_nonfinite` shifts values in the same way
 before comparing."""

@@ -42,7 +42,7 @@ class Address:
     offset: tuple[int, ...]
     """Index on the leading axes: the number of the layer, of the expert, or both; () without leading axes."""
     sizes: tuple[int, ...]
-    """Lengths of the leading axes."""
+    """Lengths of the leading axes: number of layers, of experts, or both."""
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:

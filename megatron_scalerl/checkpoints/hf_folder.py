@@ -33,7 +33,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I16", "U16", "BF16", "F16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-"""Bytes of one element, by safetensors' name of the type."""
+"""safetensors' name of a type -> bytes of one element."""
 _TORCH_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 

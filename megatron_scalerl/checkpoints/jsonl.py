@@ -2,7 +2,7 @@
 
 Every growing file of a run (journal, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
 read by `read_jsonl`. A row is one line, written by one system call if the system accepts the whole line. A crash can
-leave a last line without newline: such a line is kept if complete (a JSON object), else truncated.
+leave a last line without newline: such a line is kept if complete (a JSON object), else cut off.
 """
 
 import contextlib
@@ -83,8 +83,8 @@ def append_row(path: Path, row: Any) -> None:
 def recover(path: Path) -> None:
     """Make the file end with a complete line.
 
-    A last line without a newline gets a newline if it is complete, and is cut off if it is torn. A missing file is
-    not created.
+    A last line without a newline gets a newline if the line is a JSON object; else the line is cut off. A missing
+    file is not created.
     """
     if not path.exists():
         return

@@ -77,7 +77,7 @@ class MappedFile:
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """[count] read-only items from byte `offset` on."""
+        """`count` read-only items of the type `dtype`, from byte `offset` on."""
         if not count:  # numpy refuses an offset at the end of the file, even for no items
             return np.empty(0, dtype)
         return np.frombuffer(self.bytes, dtype, count, offset)

@@ -128,7 +128,7 @@ _MODULES = frozenset(
     [
         *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
         "megatron.core.dist_checkpointing.strategies.torch",
-        # torch pickles into `.metadata` the path to which the checkpoint was written.
+        # `.metadata` contains the path to which the checkpoint was written, an object of pathlib.
         *("pathlib", "pathlib._local"),
     ]
 )

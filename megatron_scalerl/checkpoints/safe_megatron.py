@@ -5,7 +5,7 @@
 1. `read_index` reads the index; if `common` is set, `_common` reads the state that all ranks share.
 2. Every rank says which tensors to load; all ranks check these keys against the index (`_check_tensors`).
 3. Megatron's strategy plans which chunks this rank reads. `_Reader` replaces torch's FileSystemReader.
-4. The ranks exchange failures, so that all ranks raise.
+4. The ranks exchange failures, so that all ranks raise if one rank fails.
 
 Every byte is read once, so the bytes that are checked are the bytes that are used.
 """

@@ -1,4 +1,4 @@
-"""Converts a Megatron `torch_dist` checkpoint to a Hugging Face folder with the files of the original folder."""
+"""Converts a Megatron `torch_dist` checkpoint to a Hugging Face folder, with config and tokenizer of the original."""
 
 from pathlib import Path
 

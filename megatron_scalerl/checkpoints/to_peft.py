@@ -1,5 +1,4 @@
-"""Converts the adapters of a run's checkpoint to a PEFT folder, or merges them into the weights of the base
-policy."""
+"""Converts the adapters of a run's checkpoint to a PEFT folder, or merges the adapters into the base policy."""
 
 import json
 from collections import Counter

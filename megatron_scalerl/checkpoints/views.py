@@ -110,7 +110,8 @@ def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> So
 
 @record
 class View:
-    """A checkpoint as Hugging Face tensors, with the layout of the Hugging Face folder."""
+    """A checkpoint, Megatron's or Hugging Face's, as Hugging Face tensors. layout: files and tensors of the Hugging
+    Face folder."""
 
     path: Path
     sources: Sources
@@ -125,7 +126,7 @@ class View:
 
 
 def open_view(path: Path) -> View:
-    """Open a Megatron checkpoint or a Hugging Face folder as a view. Raises ValueError for a folder of no kind."""
+    """Open a folder, Megatron's or Hugging Face's, as a view. Raises ValueError if the folder is neither."""
     if (path / FORMAT_FILE).is_file():
         return megatron_view(path)
     return folder_view(open_folder(path))

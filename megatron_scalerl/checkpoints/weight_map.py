@@ -115,7 +115,8 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """How every Hugging Face tensor is assembled from the checkpoint's chunks, in `dtype` or in the stored type."""
+    """How every Hugging Face tensor is assembled from the checkpoint's chunks. dtype: type to write; None: the stored
+    type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}
@@ -155,7 +156,7 @@ def only_dtype(dtypes: set[str], head: str) -> str:
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder as an assembly, in `dtype` or in the stored type."""
+    """A tensor of a folder as an assembly, to be written in `dtype`; None: in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())

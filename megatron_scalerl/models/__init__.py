@@ -111,7 +111,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
     if kind not in FAMILIES:
         raise ValueError(_unsupported(str(path), config))
     heads: tuple[str, ...] = ("ForCausalLM",)
-    # A multimodal model has the text model's settings in `text_config`, and an architecture with a second ending.
+    # A multimodal model has text settings in `text_config`; the architecture may end in ForConditionalGeneration.
     if "text_config" in config:
         heads += ("ForConditionalGeneration",)
     architectures = config.get("architectures")

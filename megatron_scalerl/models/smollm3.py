@@ -1,4 +1,4 @@
-"""SmolLM3 models: Llama's layers, of which every fourth has no rotary embedding."""
+"""SmolLM3 models: Llama's layers, but every fourth layer has no rotary embedding."""
 
 from typing import Any
 

@@ -82,7 +82,8 @@ def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:
-    """The model_type, the keys that are switched on, the activations, and the kinds of layers.
+    """The model_type, the keys that are set (not null, false, 0 or 1.0), and the names of activations and kinds of
+    layers.
 
     The words of a multimodal config include the words of the text model's section.
     """

@@ -1,4 +1,4 @@
-"""Decides the form of a policy's prompts: whether prompts take the chat template, and which tags enclose thinking.
+"""Decides the form of a policy's prompts: whether prompts use the chat template, and which tags enclose thinking.
 
 `chat_of` decides for a tokenizer and a kind of rows (text or messages), `chat_of_recipe` for a recipe. `Chat.settled`
 puts the decision in place of every `auto` in the recipe, before prompts are rendered.
@@ -42,7 +42,7 @@ class Chat:
     """The form of a policy's prompts. Produced by `chat_of`."""
 
     chat_template: bool
-    """Whether prompts take the tokenizer's chat template."""
+    """Whether prompts are rendered with the tokenizer's chat template."""
     think_start: str
     """Tag that opens thinking; empty: no tag."""
     think_end: str
@@ -116,11 +116,11 @@ def chat_of(
     """Decide the form of a policy's prompts; settings of `prompts` that are not auto do not change.
 
     tokenizer: Hugging Face's. messages: whether the rows have lists of messages. end_ids: tokens that end the
-    policy's completions. warm_start: completions of the warm start's examples, as one text. Rows of messages take a
-    template if the tokenizer has one. Rows of text take the template if the policy was tuned with the template: then
+    policy's completions. warm_start: completions of the warm start's examples, as one text. Rows of messages use a
+    template if the tokenizer has one. Rows of text use the template if the policy was tuned with the template: then
     the template ends an answer with a token of `end_ids`, unlike a template that a base policy only inherited. The
     tags are the template's, unless only inherited, else the warm start's, else none. If the template closes thinking
-    in the prompt, there are no tags. Raises ValueError for a template that fails and, if prompts take the template,
+    in the prompt, there are no tags. Raises ValueError for a template that fails and, if prompts use the template,
     for a think_end that neither template, warm start, vocabulary nor prompt has.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
@@ -170,7 +170,7 @@ def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
 
 
 def _treatment(template: str, turn_end: str, *, uses_template: bool, chat_tuned: bool) -> str:
-    """A phrase for the user that says whether rows take the template, and why."""
+    """A phrase for the user that says whether rows use the template, and why."""
     if not template:
         return "are sent as plain text, since the tokenizer has no chat template"
     words = "take the tokenizer's chat template"
@@ -185,7 +185,7 @@ def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_templ
     """A phrase for the user with the tag that closes thinking, and the source of the tag.
 
     texts: name of a source -> text. known_tag: whether `chat_of` took the tag from template or warm start. Raises
-    ValueError for a tag that is in none of the texts, if prompts take the template.
+    ValueError for a tag that is in none of the texts, if prompts use the template.
     """
     if not end.strip():
         return "the policy has no tags around thinking, so the whole completion is the answer"

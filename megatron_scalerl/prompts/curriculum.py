@@ -52,7 +52,8 @@ class Curriculum:
 
     @property
     def removed(self) -> int:
-        """Number of prompts removed so far; the next draw of a solved prompt removes the prompt."""
+        """Number of prompts removed so far. A prompt that reached the pass rate is removed at the next draw of the
+        prompt."""
         return sum(len(task.removed) for task in self._tasks.values())
 
     @property

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a completion. The first is the tokenizer's own token, which is forced at the end of a budget.
+    """Tokens that end a completion. The first is the tokenizer's end-of-sequence token, which is forced where a token
+    budget ends.
 
     policy: Hugging Face folder with generation_config.json or, without that file, config.json. Raises ValueError for
     a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids outside the policy's

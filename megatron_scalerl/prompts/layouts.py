@@ -85,7 +85,7 @@ class Layout:
     """A layout: which columns of a file hold questions and references."""
 
     name: str
-    """Value of prompts.preset."""
+    """Name of the layout, by which prompts.preset chooses the layout."""
     question: tuple[str, ...]
     """Columns of the question."""
     reference: tuple[str, ...]
@@ -489,7 +489,7 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """A column's reference as text: the element of a list of one; for `code`, tests as a JSON text or lines of
+    """A column's reference as text: the only element of a list; for `code`, tests as a JSON text or lines of
     Python."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):

@@ -13,11 +13,11 @@ CHUNK = 1024
 
 
 class PromptRenderer:
-    """Renders problems as the recipe says: template, chat template, think prefill, first token.
+    """Renders problems by the recipe: prompt_template, chat template, think prefill, beginning-of-sequence token.
 
-    `tokenizer` is a Hugging Face tokenizer; `prompts` is settled (`prompts.chat`). Raises ValueError for a template
-    without `{prompt}`, for settings of a chat template if prompts take none, and for a chat template whose think tags
-    are not the recipe's.
+    tokenizer: Hugging Face's. prompts: without `auto` (`Chat.settled`). Raises ValueError for a template without
+    `{prompt}`, for settings of a chat template if prompts use none, and for a chat template whose think tags are not
+    the recipe's.
     """
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection):

@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path) -> Any:
         )
     config = None
     with suppress(ValueError):  # without a supported config the tokenizer is still read
-        # passed on because transformers alone cannot read the configuration of Kimi-K2
+        # `config` is passed on, because transformers alone cannot read the configuration of Kimi-K2
         config = read_hf_config(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)

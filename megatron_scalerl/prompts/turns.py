@@ -44,9 +44,9 @@ class PastTurn:
 class TurnRenderer:
     """Renders the messages of an environment between the turns of the policy.
 
-    tokenizer: Hugging Face's. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
-    schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError as
-    `PromptRenderer`, and for a template that cannot have several turns.
+    tokenizer: Hugging Face's. prompts: without `auto` (`Chat.settled`). end_ids: tokens that end a completion. tools:
+    JSON schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError
+    as `PromptRenderer`, and for a template that cannot have several turns.
     """
 
     def __init__(

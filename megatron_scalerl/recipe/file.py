@@ -68,7 +68,7 @@ def load_recipe_for(
             raise RecipeError(
                 f"{path}: {key} is {_value_text(data[key])}; it has to be a section with keys and values"
             )
-    # the weights in the folder `policy` are newer than a run's megatron_path, and contain the merged adapters
+    # the folder `policy` has newer weights than a run's megatron_path, with the adapters merged: reset the keys
     reset_keys = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | reset_keys | {"path": str(policy)}
     if "tasks" not in data.get("prompts", {}):
@@ -177,7 +177,7 @@ def _parsed(text: str, place: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{place}: {_yaml_problem(error)}") from None
-    except ValueError as error:  # such as for a date in month 13
+    except ValueError as error:  # PyYAML's error for a date in month 13
         raise RecipeError(f"{place}: a value cannot be read: {error}") from None
 
 

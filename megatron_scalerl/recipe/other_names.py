@@ -78,7 +78,7 @@ FORMER_KEYS: dict[str, tuple[object, str]] = {
     "telemetry.trace_steps": (None, ""),
     "weights.link_gb_s": (0.0, "`report` shows the rate of weight updates, not compared with a link's rate"),
 }
-"""Deleted key of version 0.2 -> (the key's default, which is ignored; today's behavior, for an error)."""
+"""Deleted key of version 0.2 -> (default value, which is ignored; today's behavior, for the error about a value)."""
 _RENAMED_KEYS = {"rewards.environment": "variables", "telemetry.trace_steps": "profile_steps"}
 _RENAMED_VALUES = {
     "trainer.logit_backend": {"triton": "auto", "in_place": "auto"},
@@ -89,7 +89,7 @@ _RENAMED_VALUES = {
 _NEAR_SIBLING = 0.8
 """Smallest likeness (0 to 1, of difflib) to an unknown key at which a key of the same section is suggested."""
 _NEAR_OTHER = 0.9
-"""Smallest likeness to an unknown key at which a key of any section is suggested: nearly equal."""
+"""Smallest likeness to an unknown key at which a key of a different section is suggested."""
 _FAR_SIBLING = 0.65
 """Smallest likeness at which a key of the same section is suggested, if no key reaches the two limits above."""
 _MOST_LISTED = 12

@@ -46,8 +46,8 @@ class TrainerSection(Section):
     step_timeout_s: PositiveFloat = 3600.0
     """Time limit of one trainer command (s), beyond which the trainer has failed."""
     max_restarts: NonNegativeInt = 3
-    """Most restarts of the trainer without a new checkpoint in between; 0: the run fails. At a restart all ranks are
-    started again from the newest checkpoint, while the engines keep running."""
+    """Most restarts of the trainer without a new checkpoint in between; 0: the run fails with the trainer. At a
+    restart all ranks are started again from the newest checkpoint, while the engines keep running."""
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
@@ -88,8 +88,8 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Time limit (s) after which an engine is evicted that answers no poll. The limit also holds for an engine that
-    produces no token for requests with tokens, and for a response whose rest does not follow the header. A pause for
+    """Time limit (s) after which an engine is evicted that answers no poll. The limit also holds for an engine whose
+    running requests have tokens but get no further token, and for a response that stops after the header. A pause for
     a weight update does not count as time without a token. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
     """Time limit (s) in place of a shorter stall_timeout_s, while no running request of the engine has a token: a
