@@ -1,8 +1,9 @@
-"""Assembles a tensor from rectangles of other tensors, and yields the tensor's bits in blocks of rows ("bands").
+"""Assembles a tensor from rectangles of source tensors, and yields the tensor's bits in blocks of rows ("bands").
 
-Assemblies describe both directions of a conversion. A tensor is treated as a matrix, [product of all but the last
-dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
-integers, and safetensors' name of the type (F32, BF16, F16) is passed with the array. Only `cast` imports torch.
+An Assembly says how: of Megatron parameters from Hugging Face tensors, or the reverse. A tensor is treated as a
+matrix, [product of all but the last dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays
+hold a tensor's bits as unsigned integers, and safetensors' name of the type (F32, BF16, F16) is passed with the
+array. Only `cast` imports torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +19,20 @@ from megatron_scalerl.record import record
 BAND_BYTES = 8 << 20
 """Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
-"""numpy's unsigned integer type that holds the bits of a value, by safetensors' name of the value's type."""
+"""safetensors' name of a type -> numpy's unsigned integer type for the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""torch's names of the types that a policy's weights may have, by safetensors' names."""
+"""safetensors' name -> torch's name, for the types that a policy's weights may have."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-"""safetensors' names of the types in TORCH_NAMES, by torch's names."""
+"""torch's name -> safetensors' name, for the types in TORCH_NAMES."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
 """Bit pattern of infinity, shifted left by 1 to drop the sign bit. `has_nonfinite` shifts values in the same way
 before comparing."""
 _CHECK_ITEMS = 1 << 18
-"""Number of elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
+"""Number of elements that `has_nonfinite` shifts at a time: 1 MiB of F32, which stays in a core's cache."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 512
 _GAP = 32
-"""Padding (elements) at the end of each row of the copy buffer, so that the row's length is no power of two."""
+"""Padding (elements) at the end of each row of `copy_into`'s buffer, so that the row's length is no power of two."""
 
 Origin = Literal["hugging_face", "megatron", "merged"]
 """Where elements come from: a tensor of a Hugging Face folder, a chunk of Megatron's checkpoint, or a weight with a
@@ -55,14 +56,14 @@ class Part:
     source: str
     """Name of the tensor or chunk that the rectangle is cut from."""
     index: Index
-    """Selects the rectangle in the source; an int drops that dimension."""
+    """Selects the rectangle in the source; an int selects one index and drops the dimension."""
     transposed: bool = False
     """True if the source holds the rectangle as [column, row]."""
 
 
 @record
 class Assembly:
-    """How a tensor is assembled from parts. The parts cover the tensor exactly once, in the order of rows."""
+    """How a tensor is assembled from parts. The parts, ordered by row, cover each element of the tensor once."""
 
     name: str
     dtype: str
@@ -127,8 +128,7 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
     """Assemble rows `start` to `stop` as a contiguous array [rows, columns] in the type to write."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
-    # In the usual case the tensor is whole rows of one source, and the bytes are written straight from the mapped
-    # file.
+    # In the usual case the rows are whole rows of one source, and a view of the mapped file needs no copy.
     if len(parts) == 1 and not parts[0].transposed and parts[0].width == width:
         rows = _rows_of(parts[0], sources, start, stop)
         if rows.flags.c_contiguous:
@@ -155,7 +155,7 @@ def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
     """True if a contiguous array of `dtype` contains a NaN or an Inf, the values whose exponent bits are all set."""
     flat = bits.reshape(-1)
     limit = _INFINITY_SHIFTED[dtype]
-    # Without the sign, a value is not finite exactly if the bits, as a number, are at least the bits of infinity.
+    # NaN and Inf are the values whose bits without the sign, as an integer, are at least the bits of infinity.
     shifted = np.empty(min(flat.size, _CHECK_ITEMS), flat.dtype)
     for start in range(0, flat.size, _CHECK_ITEMS):
         items = flat[start : start + _CHECK_ITEMS]
@@ -174,7 +174,7 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
     values = torch.from_numpy(bits.copy()).view(getattr(torch, TORCH_NAMES[source]))
     result = values.to(getattr(torch, TORCH_NAMES[target]))
-    # Every NaN becomes the same NaN, whatever instructions the machine has.
+    # Every NaN becomes torch.nan, because the bits of a converted NaN depend on the CPU.
     result[result.isnan()] = torch.nan
     # numpy accepts no bfloat16 tensor, so the bits are passed as integers.
     integers = {"F32": torch.int32}.get(target, torch.int16)
@@ -182,10 +182,10 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy a matrix into another: target[:] = source. A transposed source is copied tile by tile.
+    """Copy the matrix `source` into `target`: target[:] = source. A transposed source is copied tile by tile.
 
-    A tile is first copied untransposed, into rows whose length is no power of two. With a power of two, all elements
-    of a column share a few cache sets, and the plain transposed copy is ten times slower.
+    A tile is first copied untransposed, into a buffer whose row length is no power of two. In rows of a power of two,
+    all elements of a column share a few cache sets, which makes a plain transposed copy ten times slower.
     """
     if source.strides[0] >= source.strides[1] or min(source.shape) == 1:
         target[:] = source

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODES = {True: 0o600, False: 0o666}
-"""Mode of a new file, before the umask, by whether the file is private. Only the owner may read a private file."""
+"""Whether a new file is private, for the owner alone -> mode of the file, before the umask."""
 
 
 @contextlib.contextmanager
@@ -27,10 +27,11 @@ def naming(path: Path) -> Iterator[None]:
 def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file under a temporary name, sync and rename the file, and sync the folder.
 
-    private: only the owner may read the file (mode 0600). Raises OSError naming the file; the old content then stays.
+    private: only the owner may read the file (mode 0600). Raises OSError naming the file; `path` then keeps the
+    content from before the call.
     """
     draft = path.with_name(f".{path.name}.draft")
-    # A killed process may have left a draft, and any user a link. O_EXCL makes a new file, and follows no link.
+    # A killed process may have left a draft, and another user a link. O_EXCL makes a new file, and follows no link.
     draft.unlink(missing_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODES[private])
     try:
@@ -43,15 +44,15 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    # The content is on the disk before the name, so after a crash the name leads to a whole content, old or new.
+    # The content is on the disk before the rename, so after a crash `path` is whole, with old or new content.
     draft.replace(path)
     sync(path.parent)
 
 
 def lock_file(path: Path) -> int:
-    """Open and lock a file (flock) until the returned descriptor is closed.
+    """Open a file, and lock the file (flock) until the caller closes the returned descriptor.
 
-    Raises BlockingIOError for a locked file.
+    Raises BlockingIOError if another process holds the lock.
     """
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -66,8 +67,8 @@ def lock_file(path: Path) -> int:
 def check_in_place(path: Path, handle: int, size: int) -> None:
     """Raise OSError unless `path` still is the open file `handle`, with at least `size` bytes.
 
-    If the file was removed or replaced, the written content is copied to `path`.kept first, because no other name
-    leads to that content.
+    If the file at `path` was removed or replaced, the content of `handle` has no name any more, and is first copied
+    to `path`.kept.
     """
     if path.exists() and os.path.samestat(os.stat(path), os.fstat(handle)):
         if os.fstat(handle).st_size < size:
@@ -77,7 +78,7 @@ def check_in_place(path: Path, handle: int, size: int) -> None:
             )
         return
     copy = path.with_name(f"{path.name}.kept")
-    shutil.copy(f"/proc/self/fd/{handle}", copy)  # the copy has the original's mode
+    shutil.copy(f"/proc/self/fd/{handle}", copy)  # the copy gets the mode of the removed file
     raise OSError(
         f"{path}: the file was removed or replaced while the run wrote to it. The written rows are in {copy}; rename "
         f"that file to {path.name}, then start the run again"
@@ -92,10 +93,11 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def publish_folder(folder: Path, name: Path) -> None:
-    """Rename a folder with synced files, and sync all inner folders and the parent of the new name."""
+    """Rename `folder`, whose files the caller has synced, to `name`. Syncs all inner folders, and the parent of
+    `name`."""
     for inner in {file.parent for file in folder.rglob("*")}:
         sync(inner)
-    # The names in the folder are synced first, so after a crash the new name leads to all files.
+    # The inner folders are synced before the rename, so after a crash a folder called `name` has all files.
     folder.rename(name)
     sync(name.parent)
 

@@ -1,7 +1,7 @@
 """Committed checkpoint folders: the COMMIT file, the newest checkpoint, the deletion of old checkpoints.
 
-A checkpoint is a folder `step_000123` with a COMMIT file. COMMIT is written last and by rename; it lists the size of
-every other file and the digests of small files. All files are on the disk before COMMIT. A folder without COMMIT was
+A checkpoint is a folder `step_000123` with a COMMIT file. COMMIT lists the size of every file of the checkpoint, and
+the digests of small files. COMMIT is written by a rename, when all files are on the disk. A folder without COMMIT was
 interrupted during the write and is not a checkpoint.
 
 This module imports no torch, because the controller imports this module.
@@ -23,7 +23,7 @@ from megatron_scalerl.checkpoints.plain_files import is_file_name
 
 COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
-"""Files up to this many bytes are committed with a SHA-256: metadata, common state, controller state."""
+"""COMMIT lists the SHA-256 of files up to this size (bytes): metadata, common state, controller state."""
 _COMMIT_LIMIT = 64 << 20
 """Largest COMMIT file that is read (bytes)."""
 _STEP = re.compile(r"step_(\d+)")
@@ -35,7 +35,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
-    """Commit the folder `path`: sync all files, list names and sizes in COMMIT, and add `facts`."""
+    """Commit the folder `path`: sync all files, then write COMMIT with `facts` and the list of all files."""
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
     # COMMIT says that all files are on the disk, so the files are synced before COMMIT exists.
     for item in [*inside, path, path.parent]:
@@ -52,8 +52,8 @@ def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
 def read_commit(path: Path) -> dict[str, Any]:
     """The content of COMMIT, after checking that every file of the checkpoint is complete.
 
-    Raises ValueError, naming the file, for a folder that is missing or not committed, for a file that is missing or
-    has another size, and for a small file with another content.
+    Raises ValueError, naming the file, for a folder that is missing or not committed, and for a file that is missing,
+    or whose size or digest differs from COMMIT.
     """
     commit = path / COMMIT
     if not commit.is_file():
@@ -68,7 +68,7 @@ def read_commit(path: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
             raise ValueError(f"{file}: the file has {file.stat().st_size} bytes, but {COMMIT} lists {size}")
-        # Large files have no digest, which would delay every start by minutes.
+        # COMMIT has no digests of large files: computing the digests would delay every start by minutes.
         if name in digests and digests[name] != _digest(file):
             raise ValueError(f"{file}: the content has changed: the SHA-256 differs from {COMMIT}'s")
     return facts
@@ -83,7 +83,7 @@ class _Facts(msgspec.Struct):
 def _facts(commit: Path) -> dict[str, Any]:
     size = commit.stat().st_size
     if size > _COMMIT_LIMIT:
-        raise ValueError(f"{commit}: the file has {size} bytes; a list of files has at most {_COMMIT_LIMIT}")
+        raise ValueError(f"{commit}: the file has {size} bytes; a valid COMMIT has at most {_COMMIT_LIMIT}")
     try:
         facts: dict[str, Any] = msgspec.json.decode(commit.read_bytes(), type=dict[str, Any])
         checked = msgspec.convert(facts, _Facts)
@@ -118,8 +118,8 @@ def latest(folder: Path) -> Path | None:
 def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
     """The newest committed checkpoint that `check` accepts, and a line about each newer, rejected checkpoint.
 
-    check: raises ValueError or OSError naming the damage. Returns (None, []) if nothing was committed yet. Raises
-    RuntimeError if every checkpoint is damaged.
+    check: a function that raises ValueError or OSError, naming the damage, for a checkpoint to reject. Returns (None,
+    []) if nothing was committed yet. Raises RuntimeError if every checkpoint is damaged.
     """
     damaged = []
     for _, path in reversed(committed(folder)):
@@ -138,11 +138,13 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
-    """Delete old checkpoints and folders that were never committed. The `keep` newest up to step `newest` stay.
+    """Delete checkpoint folders, committed or not, except the `keep` newest committed checkpoints up to step
+    `newest`.
 
-    newest: step of the checkpoint that was just written. Checkpoints of later steps, which were found damaged at the
-    start, are neither counted nor deleted: each stays until the run writes that step again. Only the run's controller
-    may call this function, while no checkpoint is being written. Returns the deleted folders.
+    newest: step of the checkpoint that was just written. Committed checkpoints of later steps, which were found
+    damaged when the run started, are neither counted nor deleted: the run replaces each on reaching the step again.
+    Only the run's controller may call this function, while no checkpoint is being written. Returns the deleted
+    folders.
     """
     assert keep >= 1, keep
     checkpoints = committed(folder)

@@ -2,10 +2,10 @@
 
 The life of a result called NAME:
 
-1. `result_folder` locks `.NAME.partial` in the same folder, and deletes a killed conversion's result there.
-2. `Copier` reads each tensor in blocks of rows, checks each block, and writes to a synced `new_file`.
-3. With `Options.verify` the caller reads the files again and compares all tensors.
-4. `publish_folder` syncs the folders and renames the result to NAME. `.NAME.partial` is deleted, after failures too.
+1. `result_folder` makes and locks the folder `.NAME.partial` beside NAME, and deletes files of a killed conversion.
+2. `Copier` reads each tensor in blocks of rows, checks each block, and writes to a `new_file`, synced at the end.
+3. With `Options.verify` the caller, `to_hf` or `to_megatron`, reads the files again and compares all tensors.
+4. `publish_folder` syncs the folders and renames the result to NAME. `.NAME.partial` is deleted, also on failure.
 """
 
 import os
@@ -26,7 +26,7 @@ from megatron_scalerl.processes.logs import size
 from megatron_scalerl.record import record
 
 _RESERVE = 64 << 20
-"""Bytes of the disk that a conversion must leave free."""
+"""Free space (bytes) that a conversion must leave on the disk."""
 
 
 @record
@@ -66,7 +66,7 @@ class Copier:
     """Called with the number of bytes of every band that was written."""
 
     def checksum(self, assembly: Assembly) -> str:
-        """The checksum of a tensor of the policy. Raises ValueError if the tensor has a NaN or an Inf."""
+        """The checksum of a policy's tensor. Raises ValueError for NaN or Inf, unless `allow_nonfinite` is set."""
         return self._checksum(assembly, True, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
@@ -90,7 +90,7 @@ class Copier:
         for rows in bands(assembly, self.sources):
             if check and has_nonfinite(rows, assembly.dtype):
                 raise ValueError(f"{assembly.name}: the tensor has NaN or Inf; --allow-nonfinite accepts them")
-            # The content is a view, not a copy, so checksum and file get the bytes that were checked.
+            # `content` is a view of `rows`, so the checksum and the file have the bytes that were checked.
             content = rows.reshape(-1).view(np.uint8)
             state.update(content.data)
             use(content)
@@ -108,7 +108,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # The pages leave memory, so that a later comparison reads the disk.
+            # The file leaves the page cache, so that `Options.verify` compares the bytes on the disk.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise ValueError(f"{path.name}: it cannot be written: {error.strerror}") from None
@@ -158,6 +158,6 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
         yield result
         publish_folder(result, out)
     finally:
-        # The lock is still held here, so no other conversion is in the folder.
+        # The lock is held until the folder is deleted, so no second conversion uses the folder.
         shutil.rmtree(state)
         os.close(lock)

@@ -2,9 +2,9 @@
 
 The rules for addresses come from megatron-core's source (transformer_block.py and moe/experts.py,
 `sharded_state_dict`), and do not depend on the parallel layout of the save. A test compares addresses with a
-checkpoint that Megatron-Core saved. Equal layers are stacked along a leading axis, unequal layers numbered. Experts
-are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear layer has an
-object `_extra_state`, empty unless fp8 is used.
+checkpoint that Megatron-Core saved. Layers of one kind are stacked along a leading axis; in a model with several
+kinds of layers, the key has the layer's number. Experts are stacked along the next axis. Norms before a linear layer
+have Transformer Engine's names. Every linear layer has an object `_extra_state`, empty unless fp8 is used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
 _TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
-"""Modules that have an extra state only in Transformer Engine's layers, according to TE's source; not tested by a
-run."""
+"""Modules that have an extra state only as Transformer Engine's layers. From TE's source; no test has run TE."""
 
 
 @record
@@ -41,14 +40,14 @@ class Address:
 
     key: str
     offset: tuple[int, ...]
-    """Index on the leading axes, along which layers, experts, both or neither are stacked."""
+    """Index on the leading axes: the number of the layer, of the expert, or both; () without leading axes."""
     sizes: tuple[int, ...]
-    """Lengths of the leading axes."""
+    """Lengths of the leading axes: number of layers, of experts, or both."""
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """The possible addresses of the parameter of `rule` in a checkpoint of the family. `to_megatron` writes to the
-    first."""
+    """The addresses, with layers stacked and not, that `rule`'s parameter may have in checkpoints. `to_megatron`
+    writes the first."""
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -77,7 +76,8 @@ def _object_key(module: str, address: Address) -> str:
 def _key(rule: Rule, family: Family) -> str:
     """Name of the parameter in checkpoints, before layers and experts are stacked."""
     for plain_name, fused_name in FUSED_NORMS.items():
-        # Transformer Engine fuses no norm into experts, so the norm before experts has the plain name.
+        # Transformer Engine fuses no norm into experts, so the norm before experts has the name that Megatron's plain
+        # layers use.
         unfused = plain_name.startswith(".pre_mlp") and family.layers[rule.layer].moe
         # In latent attention two linear layers follow the norm, so the norm is fused into neither.
         unfused |= plain_name.startswith(".input") and family.transformer.get("multi_latent_attention", False)
@@ -118,11 +118,10 @@ class StoredParameter:
 def stored_parameters(
     path: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredParameter]:
-    """Find every exported parameter of the family in the checkpoint at `path`, and return the parameters by
-    Megatron's names.
+    """Find every exported parameter of the family in the checkpoint at `path`. Returns Megatron's name -> parameter.
 
     shapes: the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and for
-    parameters that are missing (all are listed) or have another shape.
+    parameters that are missing (all are listed) or whose shape differs from `shapes`.
     """
     if (path / COMMIT).is_file():
         read_commit(path)
@@ -152,7 +151,8 @@ def _stored(
         )
     expected = (*address.sizes, *shape)
     if tensor.shape != expected:
-        # Megatron pads a vocabulary for tensor parallelism, so an embedding or a head may have more rows.
+        # Megatron pads a vocabulary for tensor parallelism, so an embedding or a head may have more rows than the
+        # config says.
         vocabulary = rule.place != "layer" and rule.sharded
         if not vocabulary or tensor.shape[1:] != expected[1:] or tensor.shape[0] < expected[0]:
             shapes = f"the checkpoint has shape {list(tensor.shape)}, but the config says {list(expected)}"
@@ -161,7 +161,7 @@ def _stored(
     lead = len(address.offset)
     chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
     elements = sum(_elements(c, shape, lead) for c in chunks)
-    # Chunks of a save do not overlap, so with the right number of elements no element is missing.
+    # Chunks of a checkpoint do not overlap, so no element is missing if the number of elements is right.
     if elements != prod(shape):
         raise ValueError(
             f"{path}: {address.key}: the chunks hold {elements} elements; the parameter has {prod(shape)}"
@@ -181,23 +181,24 @@ def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
 
 
 class DistReader:
-    """Reads chunks of a checkpoint as arrays of bits, mapped from files. `chunk_name` gives the chunks' names."""
+    """Reads chunks of a checkpoint as arrays of bits, mapped from files. `chunk_name` makes the names by which chunks
+    are read."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
         self._path = path
         self._mapped = cache(lambda file: MappedFile(path / file, open_plain(path, file)))
         self.bits = cache(self._read)
-        """A function from a chunk's name to the chunk's values at the parameter's place on the leading axes."""
+        """A function from a chunk's name to the bits of the chunk's layer and expert, without the leading axes."""
 
     def _read(self, name: str) -> np.ndarray:
-        # The import is here because the module imports torch.
+        # safe_values imports torch, and so is imported only on use.
         from megatron_scalerl.checkpoints.safe_values import find_tensor
 
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]
         chunk = stored.chunks[int(number)]
-        dtype, shape, start = find_tensor(self._path, chunk.place)  # refuses a link
+        dtype, shape, start = find_tensor(self._path, chunk.place)  # refuses a symbolic link
         file = self._mapped(chunk.place.file)
         if (dtype, shape) != (stored.dtype, chunk.shape):
             head = f"{file.path}: {stored.address.key}"

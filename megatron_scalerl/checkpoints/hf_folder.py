@@ -1,7 +1,7 @@
 """Opens Hugging Face folders: checks safetensors headers, and reads tensors through memory maps.
 
-The module also has the patterns of Megatron-Core's parameter names: where layer and expert numbers are, and
-Transformer Engine's other names. The patterns come from megatron-core's source. Imports no torch.
+The module also has the patterns of Megatron-Core's parameter names: patterns that find layer and expert numbers, and
+Transformer Engine's names for norms. All come from megatron-core's source. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I16", "U16", "BF16", "F16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-"""Bytes of one element, by safetensors' name of the type."""
+"""safetensors' name of a type -> bytes of one element."""
 _TORCH_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -76,15 +76,16 @@ class HfFolder:
 def open_folder(path: str | Path) -> HfFolder:
     """Read and check the headers of all safetensors files in a folder.
 
-    Raises ValueError if there are no files, a file is missing, a file's size differs from the header's, a header
-    cannot be read, the index names a tensor that the file lacks, or two files hold the same tensor.
+    Raises ValueError if the folder has no safetensors files, a file of the index is missing, a file's size differs
+    from the header's, a header cannot be read, the index places a tensor in a file that lacks the tensor, or two
+    files hold tensors of one name.
     """
     path = Path(path)
     index = path / INDEX
     index_metadata: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
     files = {file.name for file in path.glob("*.safetensors")}
-    # As in transformers, files that the index does not name are no part of the model.
+    # As in transformers, a safetensors file that the index does not name is no part of the model.
     if index.is_file():
         index_metadata, weight_map = _read_index(index)
         files = set(weight_map.values())
@@ -129,7 +130,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     """Return (metadata, tensors in the order of bytes) from the header of a safetensors file.
 
-    Raises ValueError where safetensors refuses the file, and for a type of unknown size.
+    Raises ValueError for a file that safetensors refuses, and for a type that is not in ITEM_BYTES.
     """
     tensors = []
     with path.open("rb") as file:
@@ -172,8 +173,8 @@ class HfReader:
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A copy of `tensor[index]`. An int in `index` drops a dimension.
 
-        shape: full shape that the tensor must have. Raises ValueError for a tensor that is missing, has another
-        shape, or is not of a float type.
+        shape: full shape that the tensor must have. Raises ValueError for a tensor that is missing, has a shape other
+        than `shape`, or has no float type.
         """
         import torch
 
@@ -185,7 +186,7 @@ class HfReader:
             raise ValueError(f"{head}: the tensor has shape {list(tensor.shape)}, but the config says {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
             raise ValueError(f"{head}: the type {tensor.dtype} is not supported, only {', '.join(_TORCH_FLOATS)}")
-        # The mapped file is read-only and torch has no read-only tensors, so the bits are copied.
+        # The mapped file is read-only, but torch's tensors are writable, so the bits are copied.
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
@@ -193,7 +194,8 @@ class HfReader:
 def family_of_folder(hf_path: str | Path) -> Family:
     """The Family of a Hugging Face folder. Raises ValueError as `read_hf_config` and `open_folder`.
 
-    Where a format has two layouts of tensors, the folder's tensors decide; without tensors the usual layout is taken.
+    If Hugging Face's format has two layouts for the model, the names of the folder's tensors decide; in a folder
+    without weights the usual layout is taken.
     """
     from megatron_scalerl.models import family, read_hf_config
 
@@ -205,12 +207,13 @@ def family_of_folder(hf_path: str | Path) -> Family:
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-"""Finds the number of an expert in a parameter name of Megatron's plain layers, where each expert is a module."""
+"""Finds the number of an expert in a parameter name of Megatron's own layers (without TE), where each expert is a
+module."""
 GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
 """Finds (projection, expert) in a parameter name of Transformer Engine's grouped linear layer."""
 FUSED_NORMS = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""Transformer Engine's name of a norm, which TE fuses into the next linear layer, by the norm's name in plain
-layers."""
+"""Name of a norm in Megatron's own layers -> name in Transformer Engine's, where the next linear layer contains the
+norm."""

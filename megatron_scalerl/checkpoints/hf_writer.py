@@ -14,7 +14,8 @@ from megatron_scalerl.checkpoints.conversion import Copier, new_file
 from megatron_scalerl.checkpoints.hf_folder import INDEX, Shard
 
 CONVERSION_FILE = "conversion.json"
-"""File with the record of a conversion (`views.ConversionRecord`), in Megatron and Hugging Face results alike."""
+"""File with the record of a conversion (`views.ConversionRecord`), in the Megatron or Hugging Face folder that
+results."""
 _WEIGHT_FILES = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|distcp)$|\.index\.json$|^\.")
 _SIDE_FOLDERS = ("additional_chat_templates",)
 
@@ -22,7 +23,7 @@ _SIDE_FOLDERS = ("additional_chat_templates",)
 def write_shard(
     folder: Path, shard: Shard, tensors: Mapping[str, Assembly], copier: Copier, passthrough: tuple[str, ...]
 ) -> dict[str, str]:
-    """Write a safetensors file with tensors in the shard's order, and return all checksums.
+    """Write a safetensors file with the shard's tensors, in order, and return checksums by the tensors' names.
 
     passthrough: names of tensors that need not be finite. Raises ValueError as `Copier.write` and `new_file` do.
     """
@@ -36,7 +37,7 @@ def write_shard(
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # safetensors' own writer also aligns the tensors to 8 bytes.
+    # The tensors start at a multiple of 8 bytes, as in files by safetensors' own writer.
     text += b" " * (-len(text) % 8)
     with new_file(folder / shard.file) as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -56,7 +57,8 @@ def write_index(
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy everything but weights: config, tokenizer, chat templates, generation config and other files."""
+    """Copy a folder's files except weights, indices and hidden files: config, tokenizer, chat templates, generation
+    config ..."""
     target.mkdir(exist_ok=True)
     files = [f for f in sorted(source.iterdir()) if f.is_file() and not _WEIGHT_FILES.search(f.name)]
     for folder in _SIDE_FOLDERS:
@@ -73,7 +75,7 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf8"))
     changed = False
-    # The section of a vision tower keeps its own type.
+    # A vision tower's section is not changed: the tower's weights keep the type.
     for part in (config, config.get("text_config") or {}):
         for key in ("dtype", "torch_dtype"):
             if part.get(key, dtype) != dtype:
@@ -86,15 +88,15 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
 def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     """Add `keys` (`Family.generation_config`) to a folder's generation_config.json.
 
-    A missing file is created with the special tokens of config.json: a reader of generation_config.json takes no
-    special tokens from config.json.
+    A missing file is created with the special tokens of config.json, because readers that find a
+    generation_config.json take no special tokens from config.json.
     """
     if not keys:
         return
     path = folder / "generation_config.json"
     if path.is_file():
         content = json.loads(path.read_text())
-        # transformers ignores unknown keys where `_from_model_config` is set.
+        # transformers ignores unknown keys if `_from_model_config` is set.
         content.pop("_from_model_config", None)
     else:
         config = json.loads((folder / "config.json").read_text())

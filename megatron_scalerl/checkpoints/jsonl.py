@@ -2,7 +2,7 @@
 
 Every growing file of a run (journal, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
 read by `read_jsonl`. A row is one line, written by one system call if the system accepts the whole line. A crash can
-leave a last line without newline: such a line is kept if complete (a JSON object), else truncated.
+leave a last line without newline: such a line is kept if complete (a JSON object), else cut off.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import MODES, check_in_place, naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
-"""Bytes that are read at a time when the start of the last line is searched from the end of the file backwards."""
+"""Bytes that `recover` reads at a time, from the end of the file backwards, to find the start of the last line."""
 
 
 class JsonlWriter:
-    """Appends rows to one file. The constructor recovers the file first."""
+    """Appends rows to one file. The constructor first applies `recover`."""
 
     def __init__(self, path: Path, *, private: bool = False):
-        """Recover the file `path`, and open or create it. Raises OSError.
+        """Apply `recover` to the file `path`, then open or create the file. Raises OSError.
 
         private: mode 0600, for prompts and completions: only the owner may read the file.
         """
@@ -49,7 +49,7 @@ class JsonlWriter:
             with naming(self.path):
                 write_all(self._fd, data)
         except OSError:
-            # A full disk may have taken a part of the rows, and the next row must not continue this part.
+            # A full disk may take a part of the rows. The part is removed, so that the next row starts a line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.size)
             raise
@@ -64,7 +64,7 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file.
 
-        If the file was removed, the content is kept in another file. A second call does nothing.
+        If the file was removed or replaced, the content is copied to `path`.kept. A second call does nothing.
         """
         if self._fd >= 0:
             with contextlib.suppress(OSError):
@@ -83,8 +83,8 @@ def append_row(path: Path, row: Any) -> None:
 def recover(path: Path) -> None:
     """Make the file end with a complete line.
 
-    A last line without a newline gets a newline if it is complete, and is cut off if it is torn. A missing file is
-    not created.
+    A last line without a newline gets a newline if the line is a JSON object; else the line is cut off. A missing
+    file is not created.
     """
     if not path.exists():
         return
@@ -99,7 +99,7 @@ def recover(path: Path) -> None:
         last = tail[tail.rfind(b"\n") + 1 :]
         if not last:
             return
-        # Only the newline is lost, and the writer may already have acted on the row, so the row stays.
+        # The row lacks only the newline, and the run may have acted on the row before the crash, so the row stays.
         if _is_object(last):
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
@@ -112,8 +112,8 @@ def recover(path: Path) -> None:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Every complete row of a JSONL file. A torn last line is skipped, and a missing file reads as empty.
 
-    Raises ValueError, naming file and line, for any other line that is not a JSON object. Raises ValueError for a
-    path that is not a file: reading a pipe would block.
+    Raises ValueError, naming file and line, for a line, except a torn last line, that is not a JSON object. Raises
+    ValueError for a path that is not a regular file: reading a pipe would block.
     """
     path = Path(path)
     if not path.exists():

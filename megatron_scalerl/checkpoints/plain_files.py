@@ -16,13 +16,13 @@ _LINK = "this path is a symbolic link, which is not followed; cp -RL makes a cop
 def open_plain(folder: Path, name: str) -> BinaryIO:
     """Open the file `name` in `folder` for reading.
 
-    Raises ValueError for a name that leaves the folder, a missing file, a link, and anything that is not a regular
+    Raises ValueError if `name` contains a folder, and if the file is missing, is a symbolic link, or is not a regular
     file (reading a pipe would block forever).
     """
     check_name(folder, name)
     path = folder / name
     try:
-        # O_NONBLOCK matters for a pipe without a writer, where open would block; nothing changes for a regular file.
+        # With O_NONBLOCK, open does not wait for a pipe's writer; for a regular file nothing changes.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ValueError(f"{path}: this file of the checkpoint is missing") from None
@@ -47,7 +47,7 @@ def check_name(folder: Path, name: object) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is printable and has no folders."""
+    """Whether `name` can be a file's name: printable, without folders, at most 255 characters."""
     return name not in ("", ".", "..") and len(name) <= 255 and "/" not in name and name.isprintable()
 
 
@@ -58,7 +58,7 @@ def printable(text: str) -> str:
 
 def refuse_links(folder: Path) -> None:
     """Raises ValueError if `folder` or any path inside, at any depth, is a link."""
-    # A copy of the folder would follow the link, and put a file of this machine into the result.
+    # A conversion copies the folder's files: through a link, a file of this machine would get into the result.
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_symlink():
             raise ValueError(f"{path}: {_LINK}")
@@ -77,7 +77,7 @@ class MappedFile:
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """[count] read-only items from byte `offset` on."""
-        if not count:  # numpy refuses an offset at the end of the file
+        """`count` read-only items of the type `dtype`, from byte `offset` on."""
+        if not count:  # numpy refuses an offset at the end of the file, even for no items
             return np.empty(0, dtype)
         return np.frombuffer(self.bytes, dtype, count, offset)

@@ -1,14 +1,15 @@
-"""Reads the index of a checkpoint, `.metadata`: all tensors and objects, and the byte ranges of the contents.
+"""Reads the index of a `torch_dist` checkpoint, `.metadata`: all tensors and objects, each with the byte ranges in
+files.
 
-torch pickles internal classes in `.metadata`, in a protocol that torch's weights-only load does not read. So the
-steps of `read_index` are:
+torch's weights-only load cannot read `.metadata`, which pickles internal classes of torch in a newer protocol. So
+`read_index` takes three steps:
 
 1. metadata.json has to name the format `torch_dist`.
 2. `_Unpickler` opens `.metadata` and imports nothing: `Record`, which only keeps the pickled attributes, replaces
    each class on an allowlist, and any other name is refused.
 3. msgspec converts the records to the declared types, and `_index` joins the results to `Chunk` and `StoredTensor`.
 
-A hostile pickle runs no code, but can waste memory and time, up to the end of the process. Imports no torch.
+A hostile pickle runs no code, but can use up memory and time until the process is killed. Imports no torch.
 """
 
 import pickle
@@ -28,10 +29,10 @@ METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""Key of the state that Megatron saves once for all ranks. Up to Megatron-Core 0.16 the state is a file, since then
-an object of the index."""
+"""Key of the state that Megatron saves once for all ranks. Megatron-Core 0.16 and earlier write the state to a file,
+later versions to an object of the index."""
 _FORMAT_LIMIT = 1 << 16
-"""Largest part of metadata.json that is read (bytes)."""
+"""Largest number of bytes that are read from metadata.json."""
 _DTYPE = r"\A(b?float16|float32|float64|float8_e4m3fn|float8_e5m2|u?int(8|16|32|64)|bool)\Z"
 """torch's names of the types that tensors of a checkpoint may have."""
 Size = Annotated[int, Meta(ge=0, lt=1 << 43)]
@@ -40,8 +41,8 @@ Shape = tuple[Size, ...]
 
 
 class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "start": "offset"}):
-    """`length` bytes of a file in the folder, from byte `start` on. `rename` has the fields' names in torch's
-    class."""
+    """`length` bytes of a file in the folder, from byte `start` on. `rename` maps the fields to the names in torch's
+    _StorageInfo."""
 
     file: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_]{1,80}\.distcp\Z")]
     start: Size
@@ -75,7 +76,7 @@ class CheckpointIndex:
     path: Path
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, ByteRange]
-    """Values that are not tensors. Each is an archive of `torch.save`."""
+    """Values that are not tensors, each stored as an archive of `torch.save`."""
 
 
 class _Format(msgspec.Struct):
@@ -85,8 +86,8 @@ class _Format(msgspec.Struct):
 def read_index(path: Path) -> CheckpointIndex:
     """The index of the `torch_dist` checkpoint at `path`, read from metadata.json and .metadata alone.
 
-    Raises ValueError for a folder of another format, and for a .metadata that holds a name outside the allowlist or
-    is not consistent.
+    Raises ValueError for a folder that is no `torch_dist` checkpoint, and for a .metadata that names a class outside
+    the allowlist or contradicts itself.
     """
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
         raise ValueError(f"{path}: this is not a Megatron checkpoint: the folder lacks {FORMAT_FILE} or {METADATA}")
@@ -101,7 +102,7 @@ def read_index(path: Path) -> CheckpointIndex:
         try:
             return _index(path, msgspec.convert(_Unpickler(file).load(), _Metadata, from_attributes=True))
         except Exception as error:
-            # Damage makes the unpickler raise errors of many types.
+            # The unpickler raises errors of many types for a damaged file.
             reason = printable(str(error) or repr(error))
             raise ValueError(f"{path / METADATA}: this file is not valid checkpoint metadata: {reason}") from None
 
@@ -109,15 +110,15 @@ def read_index(path: Path) -> CheckpointIndex:
 class Record:
     """Stands for an object in `.metadata`: keeps the pickled attributes, and ignores the constructor's arguments.
 
-    The class also stands for the functions that a pickle calls. `__setstate__` is defined because Python's unpickler
-    would otherwise let a pickle set attributes of the class itself.
+    A Record also replaces the functions that a pickle calls. `__setstate__` is defined because Python's unpickler
+    would otherwise let a pickle set attributes of the class `Record` itself.
     """
 
     def __init__(self, *_: Any):
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # The state of a tensor's properties is a tuple that starts with the type.
+        # torch pickles TensorProperties with a tuple as state, whose first item is the type.
         if type(state) is tuple:
             state = {"dtype": state[0]}
         self.__dict__.update(state)
@@ -127,11 +128,11 @@ _MODULES = frozenset(
     [
         *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
         "megatron.core.dist_checkpointing.strategies.torch",
-        # A `.metadata` holds the path to which the checkpoint was first written.
+        # `.metadata` contains the path to which the checkpoint was written, an object of pathlib.
         *("pathlib", "pathlib._local"),
     ]
 )
-"""Modules whose classes a `.metadata` may name: classes of the index, and classes of the plans of the save."""
+"""Modules whose classes a `.metadata` may name: classes of the index, of the ranks' save plan, and of paths."""
 _NAMES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Record,
@@ -153,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """torch's MetadataIndex: the key of an object, or the key and offset of a tensor's chunk."""
+    """torch's MetadataIndex: an object's key, or a tensor's key with the offset of a chunk."""
 
     fqn: str
     offset: Shape | None = None
@@ -171,7 +172,7 @@ class _Properties(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """torch's TensorStorageMetadata, or BytesStorageMetadata, which has no fields."""
+    """torch's TensorStorageMetadata or, with default values in all fields, torch's BytesStorageMetadata."""
 
     size: Shape | None = None
     properties: _Properties | None = None
@@ -209,7 +210,8 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
 
 
 def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> ByteRange:
-    """Remove a byte range from `ranges` and return the range, so that no range is used twice. Raises ValueError."""
+    """Remove a byte range from `ranges`, so that no range is used twice, and return the range. Raises ValueError for
+    a missing range."""
     place = ranges.pop(_Item(key, offset), None)
     if place is None:
         raise ValueError(f"no byte range is listed for {key} (offset of the chunk: {offset})")

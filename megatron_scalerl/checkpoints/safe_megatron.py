@@ -2,10 +2,10 @@
 
 `load` takes the steps of `dist_checkpointing.load` of megatron-core 0.19.2:
 
-1. `read_index` reads the index; `_common` reads the common state for a caller with `common`.
+1. `read_index` reads the index; if `common` is set, `_common` reads the state that all ranks share.
 2. Every rank says which tensors to load; all ranks check these keys against the index (`_check_tensors`).
 3. Megatron's strategy plans which chunks this rank reads. `_Reader` replaces torch's FileSystemReader.
-4. The ranks exchange failures, so that all ranks raise.
+4. The ranks exchange failures, so that all ranks raise if one rank fails.
 
 Every byte is read once, so the bytes that are checked are the bytes that are used.
 """
@@ -52,25 +52,25 @@ from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, r
 from megatron_scalerl.distributed.device import device
 
 _ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""Names that the pickles of a run's own checkpoints may use: numpy's random number generator keeps the state in an
+"""Names that the pickles in a run's own checkpoints may use: the state of numpy's random number generator is an
 array.
 
 Checkpoints of other parties may not use these names: numpy takes the flags of a type, such as "holds objects",
 unchanged from a pickle.
 """
 _TEXT = 4096
-"""Largest error message of a rank that all ranks get (bytes)."""
+"""Length (bytes) to which a rank's error message is cut before all ranks get the message."""
 
 
 def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     """Load a checkpoint as `dist_checkpointing.load(target, path)` does, without unpickling. Every rank must call
     `load`.
 
-    common: for a run's own checkpoint. The result then also has the state that Megatron saves once for all ranks, and
-    `target` has to name every tensor. Without `common`, common.pt is not opened.
+    common: whether the checkpoint is the run's own. If so, the result also has the state that Megatron saves once for
+    all ranks, and `target` must name every tensor of the checkpoint. Without `common`, common.pt is not opened.
 
-    Raises ValueError, on every rank, for a folder of another format, a folder without a part of `target`, and a part
-    with content that is not allowed.
+    Raises ValueError, on every rank, for a folder that is no `torch_dist` checkpoint, a checkpoint that lacks a part
+    of `target`, and a part whose pickle uses a name that is not allowed.
     """
     index = read_index(path)
     state = {}
@@ -89,15 +89,13 @@ def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
         failure = error
-        # torch's planner raises this class for a failure of any rank; since Megatron-Core 0.17 only for a failure of
-        # this rank.
+        # Up to Megatron-Core 0.16 any rank's failure raises CheckpointException here; later only this rank's.
         if isinstance(error, CheckpointException):
             failure = _first_failure(index, error)
     text = ""
     if failure is not None:
         text = str(failure) or repr(failure)
-    # A rank without a failure learns of other ranks' failures here, and does not wait for them in the next
-    # collective.
+    # All ranks exchange failures, so that no rank goes on to the next collective and waits there for a failed rank.
     text = _first_of_all_ranks(text)
     if failure is not None:
         raise failure from None
@@ -123,9 +121,9 @@ def _check_tensors(index: CheckpointIndex, keys: set[str], *, all_tensors: bool)
 
 
 def _first_of_all_ranks(text: str) -> str:
-    """Return the first text that is not empty, by rank, cut to _TEXT bytes; "" if all are empty. Every rank must
-    call."""
-    padded = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # a gather needs equal lengths
+    """Return the text of the lowest rank whose text is not empty, cut to _TEXT bytes, or "". Every rank must call
+    this."""
+    padded = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # all_gather needs the same length on every rank
     text_bytes = torch.frombuffer(padded, dtype=torch.uint8).to(device())
     received = [torch.empty_like(text_bytes) for _ in range(dist.get_world_size())]
     dist.all_gather(received, text_bytes)
@@ -145,7 +143,7 @@ def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseE
 def _common(index: CheckpointIndex) -> dict[str, Any]:
     """The state that Megatron saves once for all ranks.
 
-    Up to Megatron-Core 0.16 the state is a file, common.pt, later an object of the index.
+    Megatron-Core 0.16 and earlier write the state to the file common.pt, later versions to an object of the index.
     """
     place = index.objects.get(COMMON_OBJECT)
     if place is None:
@@ -172,14 +170,14 @@ def _read_with(reader: FileSystemReader) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reads the items of a load plan from the files of a checkpoint. names: names that pickled objects may use."""
+    """Reads the items of a load plan from the files of a checkpoint. names: names that pickles may use."""
 
     def __init__(self, index: CheckpointIndex, names: Sequence[Any]):
         super().__init__(index.path)
         self._folder = index.path
         self._names = names
         self._metadata = Metadata(state_dict_metadata={}, storage_data={})
-        # torch looks up a chunk by key and offset, and an object by the key alone.
+        # torch's planner looks up a chunk by key and offset, and an object by the key alone.
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),

@@ -1,8 +1,8 @@
-"""Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
+"""Opens archives of `torch.save`, which another party may have written, by torch's weights-only load.
 
 An archive is a range of bytes of a file. torch's unpickler calls no function outside torch's list of names and the
-caller's additions. The unpickler returns more than a checkpoint needs, so tensors and extra states are checked: a
-pickle may also set attributes of a tensor, and an attribute `numel` would hide the method.
+caller's additions. The unpickler still lets a pickle set attributes of a tensor, such as a `numel` that hides the
+method. So a tensor, also in an extra state, must be dense and have no attributes.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ _EXTRA_STATE = "_extra_state"
 def read_value(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Any:
     """Read the value in an archive. The pickle inside may use `names` in addition to torch's own list of names.
 
-    content: noun phrase for messages. Raises ValueError, naming the file, for any other name and for a damaged
-    archive.
+    content: a noun phrase for the archive's content, for messages. Raises ValueError, naming the file, for a name
+    that is in neither list, and for a damaged archive.
     """
     with _archive(folder, place, content, names) as window:
         return torch.load(window, map_location="cpu", weights_only=True)
@@ -54,18 +54,18 @@ def _is_empty(state: Any) -> bool:
 
 
 def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
-    """Read the only tensor of an archive. Arguments are those of `read_value`.
+    """Read the only tensor of an archive. Arguments as for `read_value`.
 
-    Raises ValueError, naming the file, for an archive with anything else.
+    Raises ValueError, naming the file, unless the archive holds one dense tensor and nothing more.
     """
     with _archive(folder, place, content) as window:
         return _tensor(window)
 
 
 def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in an archive that we or torch wrote.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive by `torch_archive` or torch.
 
-    Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
+    Raises ValueError unless the archive holds one contiguous tensor.
     """
     with _archive(folder, place, "a saved tensor") as window:
         # Type, shape and strides are in the pickle, so the values are not read.
@@ -78,7 +78,7 @@ def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], i
             )
         begin = _first_byte(window, nbytes)
         if begin + nbytes > place.length:
-            raise ValueError(f"the values end behind the archive's last byte, {place.length}")
+            raise ValueError(f"the tensor's values end behind the archive's last byte, {place.length}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return HF_NAMES.get(dtype, dtype), tuple(tensor.shape), place.start + begin
 
@@ -100,13 +100,13 @@ def _first_byte(window: Any, nbytes: int) -> int:
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
         order = b"little"
-        # Older versions of torch wrote no such entry.
+        # Older versions of torch wrote no entry `byteorder`.
         if "byteorder" in entries:
             order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or order != b"little":
             raise ValueError("the archive's values have to be one uncompressed, little-endian entry")
-        # Opening the entry reads the entry's own header, which ends where the content starts.
+        # `open` reads the entry's header, so the window then stands at the first byte of the content.
         with archive.open(entry):
             return int(window.tell())
 
@@ -116,8 +116,8 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
     """Context manager that opens an archive as a file, in which torch may load `names` besides torch's own list of
     names.
 
-    Names that other programs added to torch's list, as Megatron-Core does, are not allowed here. An error in the
-    block becomes a ValueError of one line.
+    Names that programs such as Megatron-Core added to torch's list are not allowed in the `with` block. An error in
+    the block is raised as a ValueError of one line.
     """
     original_names = torch.serialization.get_safe_globals()
     with open_plain(folder, place.file) as file:
@@ -129,13 +129,13 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
             end = place.start + place.length
             if size < end:
                 raise ValueError(f"the file has {size} bytes, but .metadata places a value up to byte {end}")
-            # Without the mark, torch would try the format of before 2020.
+            # A file without a zip archive's first bytes would make torch try the file format from before 2020.
             if window.read(len(_MARK)) != _MARK:
-                raise ValueError("no archive of torch.save starts there")
+                raise ValueError("no archive of torch.save starts at this byte")
             window.seek(0)
             yield window
         except Exception as error:
-            # Damage makes torch raise errors of many undocumented types.
+            # torch raises errors of many undocumented types for a damaged archive.
             reason = str(error) or repr(error)
             name = re.search(r"GLOBAL (\S+)", reason)
             if name:

@@ -1,4 +1,4 @@
-"""Converts a Megatron `torch_dist` checkpoint to a Hugging Face folder with the files of the original folder."""
+"""Converts a Megatron `torch_dist` checkpoint to a Hugging Face folder, with config and tokenizer of the original."""
 
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view,
 
 
 def to_hf(megatron_path: Path, out: Path, options: Options = DEFAULTS, *, like: Path | None = None) -> Summary:
-    """Convert a checkpoint that `to_megatron` wrote or, with `like`, any other checkpoint, such as a run's.
+    """Convert a Megatron checkpoint: one that `to_megatron` wrote or, with `like`, any checkpoint, such as a run's.
 
-    Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint, or from the
-    Hugging Face folder `like`. Whatever layout the checkpoint was saved under, no tensor is loaded as a whole.
+    The tokenizer, tensors outside the policy, and the division of tensors into files come from the Hugging Face
+    folder `like`, without `like` from the checkpoint. Tensors are read in blocks of rows, whatever the parallel
+    layout of the save.
 
     Raises ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit the config,
     checksums that differ from the record, a full disk, an existing `out`, and weights that are not finite.
@@ -38,7 +39,8 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
             copier = Copier(sources=view.sources, options=options, on_bytes=advance)
             for shard in layout.shards:
                 checksums |= write_shard(work, shard, view.tensors, copier, layout.passthrough)
-                # The comparison follows each file, so a damaged checkpoint is reported before the rest is written.
+                # Checksums are compared after each file, so a damaged checkpoint is reported before the next files
+                # are written.
                 _compare_checksums(view, shard.tensors, checksums)
         _write_the_rest(work, view)
         write_record(work, layout, view.tensors, checksums)
@@ -50,7 +52,7 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
 def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, str]) -> None:
     """Raise ValueError if a tensor's checksum differs from conversion.json's.
 
-    Tensors that are converted to another type than the recorded type are not compared.
+    A tensor is not compared if the type to write differs from the type in conversion.json.
     """
     for name in names:
         entry = view.layout.tensors.get(name)
@@ -60,7 +62,7 @@ def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, 
 
 
 def _write_the_rest(work: Path, view: View) -> None:
-    """Write config, tokenizer and generation config, and the index of a folder with an index."""
+    """Write config, tokenizer and generation config, and an index if the original folder had an index."""
     copy_side_files(view.side, work)
     add_generation_keys(work, view.generation)
     outside = {*view.layout.passthrough, *view.frozen}

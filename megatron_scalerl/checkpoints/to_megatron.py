@@ -54,11 +54,12 @@ from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.record import record
 
 CHUNK_BYTES = 128 << 20
-"""Larger parameters are split into chunks of whole rows, since the stock load holds a whole chunk in memory."""
+"""Parameters above this size are stored in chunks of whole rows, since Megatron's own load holds a whole chunk in
+memory."""
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Fewest files of a checkpoint, unless a file would be below _MIN_FILE_BYTES: ranks read several files at the same
+"""Smallest number of files, unless files would be below _MIN_FILE_BYTES: ranks can read several files at the same
 time."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
@@ -72,7 +73,7 @@ class Unit:
     tensors: tuple[Assembly, ...]
     parameters: tuple[tuple[Assembly, Address], ...]
     copies: tuple[tuple[Assembly, str], ...]
-    """Pairs of (copy, name of the unit's tensor that the copy has to equal)."""
+    """Pairs of (copy of a tied weight, name of the unit's tensor to which the copy must be equal)."""
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +82,10 @@ class Unit:
 
 
 def to_megatron(hf_path: Path, out: Path, options: Options = DEFAULTS) -> Summary:
-    """Convert a Hugging Face folder to a checkpoint, with only a few blocks of rows of a tensor in memory at a time.
+    """Convert a Hugging Face folder to a Megatron checkpoint. At any time a few blocks of rows are in memory.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
-    that are not finite, and a comparison that fails.
+    that are not finite, and tensors that differ when `options.verify` reads the result.
     """
     config = policy_config(hf_path)
     folder = open_folder(hf_path)
@@ -138,7 +139,7 @@ def _parameter(rule: Rule, folder: HfFolder, tensors: Mapping[str, Assembly]) ->
 def _write_units(
     work: Path, units: Sequence[Unit], nbytes: int, copier: Copier, extra_states: Iterable[str]
 ) -> dict[str, str]:
-    """Write Megatron's files, and return the checksums of the Hugging Face tensors."""
+    """Write the units' parameters to files, and all metadata. Returns the checksums of the Hugging Face tensors."""
     metadata = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta(), planner_data=None)
     metadata.version = CURRENT_DCP_VERSION
     checksums: dict[str, str] = {}
@@ -156,7 +157,7 @@ def _write_units(
 
 
 def _grouped(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
-    """Yield the units in order, in groups of at most `limit` bytes. A larger unit is a group of its own."""
+    """Yield the units in order, in groups of at most `limit` bytes. A unit above `limit` is a group of its own."""
     group: list[Unit] = []
     for unit in units:
         if group and sum(member.nbytes for member in group) + unit.nbytes > limit:
@@ -202,13 +203,13 @@ def _write_parameter(
 
 
 def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: Iterable[str]) -> None:
-    """Write .metadata, metadata.json, common.pt and `file`. All the empty objects share `file`."""
+    """Write .metadata, metadata.json, common.pt and `file`, to which the index entries of all extra states point."""
     content = _saved([None])
     write_durably(folder / file, content)
     for key in extra_states:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, 0, len(content))
-    # metadata.json is written last, since a folder without metadata.json is no checkpoint for a reader.
+    # metadata.json is written last, because readers take a folder without metadata.json for no checkpoint.
     write_durably(folder / COMMON, _saved({}))
     write_durably(folder / METADATA, pickle.dumps(metadata))
     write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())

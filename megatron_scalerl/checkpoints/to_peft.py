@@ -1,5 +1,4 @@
-"""Converts the adapters of a run's checkpoint to a PEFT folder, or merges them into the weights of the base
-policy."""
+"""Converts the adapters of a run's checkpoint to a PEFT folder, or merges the adapters into the base policy."""
 
 import json
 from collections import Counter
@@ -28,7 +27,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @record
 class Adapted:
-    """The policy whose adapters a run trains. The fields are those of policy and policy.lora in the run's recipe."""
+    """The policy whose adapters a run trains. The fields are settings of policy or policy.lora in the recipe."""
 
     path: str
     dtype: str
@@ -47,7 +46,7 @@ def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
         "base_model_name_or_path": policy.path,
         "r": policy.rank,
         "lora_alpha": policy.alpha,
-        # Mixtral's experts have other module names than the targets.
+        # Mixtral's experts have module names, such as w1, that are not among the targets.
         "target_modules": policy.targets if modules == {*policy.targets} else sorted(modules),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -61,7 +60,8 @@ def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
 
 
 def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
-    """Write the policy with W + alpha / rank B A in place of W. Raises ValueError as `to_hf.to_hf` does."""
+    """Write the policy, each adapted weight W replaced with W + alpha / rank B A. Raises ValueError as `to_hf.to_hf`
+    does."""
     family = family_of_folder(policy.path)
     adapters, tensors, chunks = _adapters(checkpoint, family, policy)
     factors = {}
@@ -75,7 +75,7 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
             pieces.setdefault(piece.hf_name, []).append((piece, b, factors[f"{projection}_A"]))
     view = _base(policy, family)
 
-    # Each band of a tensor asks for the whole tensor, so the last result is kept.
+    # `bands` asks for the whole merged tensor again for each band, so the last result is kept.
     @lru_cache(maxsize=1)
     def merged_bits(name: str) -> np.ndarray:
         weight = view.tensors[name]
@@ -93,7 +93,7 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
 
 
 def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family, dict[str, Assembly], Sources]:
-    """(weight map of the adapters, the adapters' tensors by PEFT's names, the chunks of all tensors)."""
+    """(Family of the adapters, PEFT's name -> assembly of the adapter tensor, function that reads the chunks)."""
     adapters = adapter_family(family, rank=policy.rank, targets=policy.targets)
     shapes = {rule.megatron: parameter_shape(rule) for rule in adapters.rules}
     stored = stored_parameters(checkpoint, adapters, shapes)

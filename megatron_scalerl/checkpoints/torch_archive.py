@@ -1,7 +1,7 @@
 """Writes a tensor in `torch.save`'s format, in blocks of rows: a zip archive with uncompressed bits.
 
-The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of the bits,
-where any zip tool finds the sum.
+The files of a distributed checkpoint are such archives, one after another. As in any zip archive, each entry has a
+CRC-32, which zip tools can check.
 """
 
 import io
@@ -20,9 +20,9 @@ from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 _STORAGES = {"F32": torch.FloatStorage, "BF16": torch.BFloat16Storage, "F16": torch.HalfStorage}
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30
-"""Bytes of the header that precedes an entry's content, without name and extra field."""
+"""Bytes of the zip header that precedes an entry's content, without name and extra field."""
 _PADDING = b"FB"
-"""Tag with which torch marks the extra field that pads to the alignment."""
+"""Tag with which torch marks the extra field that fills up to a multiple of _ALIGNMENT."""
 _LIMIT = (1 << 32) - (1 << 20)
 """Largest archive without zip's 64-bit extension (bytes)."""
 
@@ -56,7 +56,7 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
         entry = zipfile.ZipInfo("archive/data/0")
         entry.file_size = size
-        # The content is aligned in the file, so that a mapping can be viewed in the tensor's type.
+        # The content starts at a multiple of _ALIGNMENT, so that a mapped file can be viewed in the tensor's type.
         padding = -(file.tell() + _LOCAL_HEADER + len(entry.filename) + 4) % _ALIGNMENT
         entry.extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
         with archive.open(entry, "w") as data:
@@ -69,10 +69,10 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
     stream = io.BytesIO()
-    # torch.load accepts only torch.save's protocol and persistent ids for storages.
+    # torch.load accepts only torch.save's form: pickle protocol 2, and storages as persistent ids.
     pickler = pickle.Pickler(stream, protocol=2)
     ids = {torch.TypedStorage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
     pickler.persistent_id = lambda value: ids.get(type(value))  # type: ignore[method-assign]
-    # The tensor's memory is never touched, so the system provides no pages for it.
+    # The empty tensor is never written or read, so the system provides no memory pages.
     pickler.dump(torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype])))
     return stream.getvalue()

@@ -12,8 +12,8 @@ from megatron_scalerl.processes.logs import listed
 
 
 def verify(first: Path, second: Path, options: Options = DEFAULTS) -> Summary:
-    """Compare the tensors of two checkpoints, Megatron's or Hugging Face's, after conversion to `options.dtype` if
-    set.
+    """Compare the tensors of two checkpoints, each Megatron's or Hugging Face's, after conversion to `options.dtype`
+    if set.
 
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.
     """

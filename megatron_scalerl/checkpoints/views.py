@@ -1,8 +1,8 @@
 """Views a Megatron checkpoint or a Hugging Face folder as Hugging Face tensors. Exports and comparisons use views.
 
-`conversion.json` in both kinds of result records every tensor with a checksum, and the layout of the Hugging Face
-folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, so both sides have the same
-checksums. An export compares checksums with the record.
+Conversions in both directions write `conversion.json` into the result: every tensor with a checksum, and the files of
+the Hugging Face folder. A checksum is the xxh3_64 of a tensor's bytes in Hugging Face's orientation, so a tensor has
+the same checksum in both formats. `to_hf` compares checksums with conversion.json.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.record import record
 
 SIDE_FOLDER = "hugging_face"
-"""Folder inside a Megatron checkpoint with config, tokenizer and tensors outside the policy."""
+"""Folder that `to_megatron` puts into a checkpoint, with config, tokenizer and tensors outside the policy."""
 PASSTHROUGH_FILE = "carried.safetensors"
 """File in the side folder with the tensors outside the policy."""
 
@@ -53,7 +53,7 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     index_metadata: Mapping[str, Any] | None
     """Metadata of the folder's index; None for a folder without an index."""
     copies: Mapping[str, str]
-    """Name of a copy -> name of the original tensor."""
+    """Name of a tensor that repeats a tied weight -> name of the policy's tensor."""
     passthrough: tuple[str, ...] = msgspec.field(name="carried")
     """Names of the tensors outside the policy."""
 
@@ -61,14 +61,14 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
 def write_record(
     folder: Path, layout: ConversionRecord, tensors: Mapping[str, Assembly], checksums: Mapping[str, str]
 ) -> None:
-    """Write conversion.json: the file layout of `layout`, and type, shape and checksum of each tensor."""
+    """Write conversion.json: `layout`, and type, shape and checksum of each tensor."""
     records = {n: TensorRecord(dtype=t.dtype, shape=t.shape, checksum=checksums[n]) for n, t in tensors.items()}
     content = msgspec.to_builtins(msgspec.structs.replace(layout, tensors=records))
     write_durably(folder / CONVERSION_FILE, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_record(folder: Path) -> ConversionRecord:
-    """Read conversion.json. Raises ValueError for a missing file, and for a file that is no record."""
+    """Read conversion.json. Raises ValueError for a missing file, and for a file whose content is not valid."""
     file = folder / CONVERSION_FILE
     if not file.is_file():
         raise ValueError(
@@ -110,7 +110,8 @@ def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> So
 
 @record
 class View:
-    """A checkpoint as Hugging Face tensors, with the layout of the Hugging Face folder."""
+    """A checkpoint, Megatron's or Hugging Face's, as Hugging Face tensors. layout: files and tensors of the Hugging
+    Face folder."""
 
     path: Path
     sources: Sources
@@ -121,11 +122,11 @@ class View:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values that generation_config.json must have."""
     frozen: frozenset[str] = frozenset()
-    """Names of tensors whose type no option changes (`Family.frozen`)."""
+    """Names of tensors that keep the type whatever `Options.dtype` is (`Family.frozen`)."""
 
 
 def open_view(path: Path) -> View:
-    """Open a checkpoint of either kind as a view. Raises ValueError for anything else."""
+    """Open a folder, Megatron's or Hugging Face's, as a view. Raises ValueError if the folder is neither."""
     if (path / FORMAT_FILE).is_file():
         return megatron_view(path)
     return folder_view(open_folder(path))
@@ -147,10 +148,11 @@ def folder_view(folder: HfFolder) -> View:
 
 
 def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = None) -> View:
-    """The view of a Megatron checkpoint that we wrote or, with `like`, of any other Megatron checkpoint.
+    """The view of a Megatron checkpoint: one that `to_megatron` wrote or, with `like`, any Megatron checkpoint.
 
     like: a Hugging Face folder with the config, the tokenizer and the tensors that the checkpoint lacks. Raises
-    ValueError if the checkpoint is incomplete, does not fit the config, or has no config and `like` is not given.
+    ValueError if the checkpoint is incomplete or does not fit the config, and, without `like`, if the checkpoint has
+    no config.
     """
     if like is None:
         side = path / SIDE_FOLDER
@@ -160,7 +162,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
         family = family_of(policy_config(side), layout.tensors)
     else:
         side = like
-        # The config is checked first, as the message is plainer than that of open_folder.
+        # The config is read before open_folder, whose message for a wrong folder would be less plain.
         config = policy_config(side)
         outer = open_folder(side)
         family = family_of(config, outer.tensors)
@@ -202,12 +204,12 @@ def _passthrough_folder(side: Path, layout: ConversionRecord) -> HfFolder | None
     file = side / PASSTHROUGH_FILE
     if not file.is_file():
         raise ValueError(
-            f"{file}: this file is missing; tensors outside the policy, such as a vision tower, are stored in it"
+            f"{file}: the checkpoint lacks this file of tensors outside the policy, such as a vision tower's"
         )
     metadata, tensors = read_header(file)
     shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensor.name for tensor in tensors))
     lacking = [name for name in layout.passthrough if name not in shard.tensors]
     if lacking:
-        raise ValueError(f"{file}: the file lacks the tensor {lacking[0]}")
+        raise ValueError(f"{file}: the file lacks a tensor that conversion.json lists, {lacking[0]}")
     by_name = {tensor.name: tensor for tensor in tensors}
     return HfFolder(path=side, tensors=by_name, shards=(shard,), index_metadata=None)

@@ -1,7 +1,8 @@
-"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and the reverse.
+"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and of tensors from
+parameters.
 
-Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of 1 describe the whole
-parameter. Checkpoints hold whole parameters, whatever the layout of a load is.
+Nothing in this module is specific to a family. All functions take a rule's pieces for a tensor-parallel group of 1,
+since checkpoints hold whole parameters under any layout.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,9 +21,11 @@ from megatron_scalerl.processes.logs import listed
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
     """Check a folder's tensors against the weight map, and return the tensors outside the map.
 
-    Returns (copies, passthrough). copies: name of a copy -> original tensor, as in some folders with tied embeddings.
-    passthrough: tensors outside the policy, which are copied unchanged. Raises ValueError for tensors that are
-    missing or unknown (all are listed), and for a tensor whose shape or type does not match the config.
+    Returns (copies, passthrough). copies: name of a tensor that repeats a tied weight, as some folders hold -> name
+    of the policy's tensor.
+    passthrough: tensors outside the policy, which are copied unchanged. Raises ValueError listing all tensors that
+    are missing, or all that are unknown, and for a tensor with a type that is not in TORCH_NAMES or a shape that does
+    not match the config.
     """
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing_names = [name for name in policy if name not in folder.tensors]
@@ -55,7 +58,7 @@ def check_weights(path: str | Path) -> None:
     """Check that a Hugging Face folder holds exactly the weights that config.json describes.
 
     Raises ValueError for quantized weights, for tensors that are missing or unknown or have another shape, and for a
-    head that differs from the embedding though config.json ties both: an export would lose either tensor.
+    head that differs from the embedding though config.json ties both: an export would write one tensor for both.
     """
     family = family_of_folder(path)
     folder = open_folder(path)
@@ -71,7 +74,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:
-    """Full shape of a rule's parameter, without leading axes and without padding."""
+    """Full shape of a rule's parameter, without the axes for layer and expert and without a vocabulary's padding."""
     pieces = rule.pieces(0, 1)
     shape = list(_dims(rule, pieces[0]))
     shape[pieces[0].axis] = max(piece.stop for piece in pieces)
@@ -88,7 +91,8 @@ def _dims(rule: Rule, piece: Piece) -> tuple[int, ...]:
 
 
 def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
-    """How a rule's parameter is assembled from Hugging Face tensors."""
+    """How a rule's parameter, to be written in `dtype`, is assembled from Hugging Face tensors of the type
+    `source_dtype`."""
     parts = []
     for piece in rule.pieces(0, 1):
         height, width = matrix_shape(_dims(rule, piece))
@@ -111,7 +115,8 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """How every Hugging Face tensor is assembled from the checkpoint's chunks, in `dtype` or in the stored type."""
+    """How every Hugging Face tensor is assembled from the checkpoint's chunks. dtype: type to write; None: the stored
+    type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}
@@ -151,7 +156,7 @@ def only_dtype(dtypes: set[str], head: str) -> str:
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder as an assembly, in `dtype` or in the stored type."""
+    """A tensor of a folder as an assembly, to be written in `dtype`; None: in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())
@@ -179,8 +184,8 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     *outer, columns = ranges
     row = 0
     height = 1
-    # All axes but the last form the matrix's rows. The rows are contiguous if at most the innermost of these axes has
-    # more than one selected element.
+    # All axes but the last form the rows of the matrix. The selected rows are contiguous if only the last of the row
+    # axes has more than one selected element.
     for rows, size in zip(outer, shape):
         assert len(rows) == 1 or height == 1, f"{piece.hf_name}: this slice of the tensor is not a rectangle"
         row = row * size + rows.start
@@ -198,9 +203,9 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
 
 
 def _split_by_chunks(rule: Rule, piece: Piece, piece_part: Part, stored: StoredParameter) -> list[Part]:
-    """The intersections of a piece with the parameter's chunks, as parts of the Hugging Face tensor.
+    """The overlaps of a piece with the stored parameter's chunks, as parts of the Hugging Face tensor.
 
-    piece_part: the piece in that tensor.
+    piece_part: the whole piece, as a part of the Hugging Face tensor.
     """
     lead = len(stored.address.offset)
     height = piece_part.height
@@ -224,7 +229,7 @@ def _split_by_chunks(rule: Rule, piece: Piece, piece_part: Part, stored: StoredP
         down = rows.start - row
         right = columns.start - column
         size = (len(rows), len(columns))
-        # The rows of the parameter are the columns of the tensor.
+        # The rows of a transposed parameter are the columns of the Hugging Face tensor.
         if piece_part.transposed:
             down, right = right, down
             size = size[::-1]

@@ -1,6 +1,6 @@
 """Model families: Megatron options from a Hugging Face config, and one weight map per family.
 
-The same map serves the conversion from Hugging Face to Megatron and the reverse."""
+A weight map serves both conversions, from Hugging Face to Megatron and from Megatron to Hugging Face."""
 
 import json
 import os
@@ -54,10 +54,10 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "seed_oss": seed_oss.family,
     "smollm3": smollm3.family,
 }
-"""Function that builds the `Family` of a config, by `model_type` of config.json."""
+"""`model_type` of config.json -> function that builds the `Family` of a config."""
 
 MOST_PARTS = 10_000
-"""Largest number of layers, heads or experts that a config may state, since a Family has an object for each."""
+"""Largest number of layers, heads or experts that a config may state: a Family needs memory for each."""
 AT_LEAST_1 = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -70,7 +70,7 @@ __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 def family(hf_config: Any, names: Collection[str] = ()) -> Family:
     """Build the Family (Megatron options and weight map) of a Hugging Face config.
 
-    names: names of the checkpoint's tensors, which tell whether the experts of a Qwen3 model are fused.
+    names: names of the folder's tensors, from which a Qwen3 model's layout, with fused or separate experts, is read.
 
     Raises ValueError for an unknown model_type, and for a config that the model's family refuses.
     """
@@ -78,7 +78,7 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
     if kind not in FAMILIES:
         raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}))
     try:
-        # Qwen3's experts are the only ones of which both layouts are in use.
+        # Only Qwen3's checkpoints come in two layouts: with separate experts and with fused experts.
         if kind == "qwen3_moe":
             fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
             return qwen3_moe.family(hf_config, fused=fused)
@@ -91,8 +91,8 @@ def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
     Raises ValueError for a folder without config.json, and for an adapter's folder. Raises ValueError for a
-    config.json that cannot be read, or that has an unknown model_type, values of wrong types or another family's
-    architecture. Raises ValueError for a model without a language model's head.
+    config.json that cannot be read, has an unknown model_type or values of wrong types, or lists an architecture that
+    does not belong to the model_type. Raises ValueError for a model without a language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
@@ -111,7 +111,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
     if kind not in FAMILIES:
         raise ValueError(_unsupported(str(path), config))
     heads: tuple[str, ...] = ("ForCausalLM",)
-    # A multimodal model has its text model's settings in `text_config`, and another name for its head.
+    # A multimodal model has text settings in `text_config`; the architecture may end in ForConditionalGeneration.
     if "text_config" in config:
         heads += ("ForConditionalGeneration",)
     architectures = config.get("architectures")
@@ -120,8 +120,8 @@ def read_hf_config(hf_path: str | Path) -> Any:
     for architecture in architectures:
         if not str(architecture).endswith(heads):
             raise ValueError(
-                f"{path}: {architecture} has no language-model head (but that of a reward model or classifier, "
-                "for example) and cannot be a policy; take a model of type ...ForCausalLM"
+                f"{path}: {architecture} has no language-model head (but a reward model's or classifier's, "
+                "for example), so the model cannot be a policy; take a model of type ...ForCausalLM"
             )
     _check_numbers(path, config)
     try:
@@ -129,9 +129,9 @@ def read_hf_config(hf_path: str | Path) -> Any:
         if kind == "kimi_k2":
             read = DeepseekV3Config.from_dict(config)
         else:
-            # A config may name code in its folder. That code is never run.
+            # A config may name Python code in the folder, which is never run.
             read = AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
-    # The text of this error has several lines, and is joined to one.
+    # StrictDataclassError has a text of several lines, which are joined to one line.
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -148,7 +148,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
 
 
 def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of parts above MOST_PARTS, and below 1 for a part that every model has."""
+    """Raises ValueError for more than MOST_PARTS layers, heads or experts, and for a key of AT_LEAST_1 below 1."""
     items = list(config.items())
     if isinstance(config.get("text_config"), dict):
         items += config["text_config"].items()

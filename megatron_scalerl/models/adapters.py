@@ -1,9 +1,10 @@
 """The weight map of LoRA adapters: the factors A and B of each linear layer, by Megatron's and by PEFT's names.
 
-A linear layer of Megatron consists of one to three projections of Hugging Face's format. Each projection has its own
-A and B, as in a PEFT folder. If tensor-parallel ranks split the layer by outputs, B is sharded along the outputs, and
+A linear layer of Megatron consists of one to three projections of Hugging Face's format. Each projection has a pair A
+and B, as in a PEFT folder. If tensor-parallel ranks split the layer by outputs, B is sharded along the outputs, and
 every rank has the whole A. If the ranks split the layer by inputs, A is sharded along the inputs, and every rank has
-the whole B. A rank's rows of a B are consecutive, also where queries, keys and values are interleaved in the weight.
+the whole B. The rows that a rank has of a B are consecutive in the whole B, even if the layer's weight interleaves
+queries, keys and values.
 """
 
 import json
@@ -22,13 +23,13 @@ PROJECTIONS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Hugging Face's projections whose outputs a linear layer of Megatron concatenates, in order, by the layer's name."""
+"""Name of Megatron's linear layer -> Hugging Face's projections whose outputs the layer concatenates, in order."""
 CONFIG = "adapter_config.json"
-"""The file by which a PEFT folder is recognized."""
+"""A folder with a file of this name is a PEFT folder."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The configuration of a PEFT folder. Raises ValueError for a missing file, and for one without a JSON object."""
+    """The configuration of a PEFT folder. Raises ValueError for a file that is missing or holds no JSON object."""
     file = Path(folder, CONFIG)
     try:
         config = json.loads(file.read_text(encoding="utf8"))
@@ -53,7 +54,8 @@ def refuse_adapter(folder: str | Path) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter. A family's own weight map has no such name."""
+    """Whether a Megatron parameter of this name belongs to an adapter. No parameter of the policy itself has
+    ".lora."."""
     return ".lora." in name
 
 
@@ -69,8 +71,8 @@ def adapter_family(family: Family, *, rank: int, targets: Collection[str]) -> Fa
 def projections_of(rule: Rule) -> tuple[str, tuple[str, ...]]:
     """Return (Megatron's name of the rule's layer, Hugging Face's projections that make up the layer's weight).
 
-    The rule's pieces alternate between the projections: a weight of interleaved queries, keys and values has a piece
-    of each for every group. Parameters without adapters have no projections.
+    The rule's pieces alternate between the projections: in a weight with interleaved queries, keys and values, every
+    group has one piece of each projection. For a parameter that no adapter can change, projections is ().
     """
     layer, _, kind = rule.megatron.rpartition(".")
     if kind != "weight":
@@ -103,7 +105,8 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
 
 
 def _module(rule: Rule, number: int, projection: str) -> str:
-    """Hugging Face's module name of a rule's projection. Fused experts get the names of separate experts."""
+    """Hugging Face's module name of a rule's projection. For fused experts, the names that separate experts would
+    have."""
     names = list(rule.hf_shapes)
     if names[0].endswith(".weight"):
         return names[number].removesuffix(".weight")

@@ -25,7 +25,7 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "qkv_bias": (None, False),
 }
-"""Keys that vLLM 0.32 reads in families whose transformers class ignores them, with the values that change nothing.
+"""Key that vLLM 0.32 reads, though the family's class in transformers may ignore the key -> values without effect.
 
 Source: vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py.
 """
@@ -37,7 +37,7 @@ def head_size(config: Any) -> int:
 
 
 def key_value_heads(config: Any) -> int:
-    """Number of key and value heads; equal to the number of query heads if the config has no such number."""
+    """Number of key and value heads; without num_key_value_heads the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -51,11 +51,13 @@ def build_family(
     partial_rotary: bool = False,
     **more: Any,
 ) -> Family:
-    """Build the Family of a config with Llama's and Qwen's keys. The projections with biases follow from `rules`.
+    """Build the Family of a config with Llama's and Qwen's keys. Whether projections have biases is read from
+    `rules`.
 
-    transformer: fields of TransformerConfig that are added or replaced. name: by default the config's model_type.
-    partial_rotary: the family may rotate a part of each head. more: further fields of Family. Raises ValueError for
-    quantized weights, and for a key by which an engine would compute a different model than the trainer.
+    transformer: fields of TransformerConfig to add or replace. name: by default the config's model_type.
+    partial_rotary: whether the family supports RoPE on a part of each head. more: further fields of Family. Raises
+    ValueError for quantized weights, and for a key by which an engine would compute a different model than the
+    trainer.
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
@@ -146,7 +148,7 @@ def decoder_family(
     predicting = range(len(layers), len(layers) + prediction_layers)
     untrained = 0
     for layer in predicting:
-        # a decoder layer, and also three norms, a projection of two hidden states to one, an embedding and a head
+        # prediction layer: three norms, a projection of two hidden states to one, embedding, head, decoder layer
         untrained += 3 * hidden + 2 * hidden * hidden + 2 * config.vocab_size * hidden
         trained = [rule for rule in layer_rules(layer, layers[-1]) if not rule.frozen]
         untrained += sum(prod(shape) for rule in trained for shape in rule.hf_shapes.values())
@@ -166,17 +168,18 @@ def decoder_family(
 
 
 def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
-    """Rules before the layers (embedding) and after them (final norm, head)."""
+    """Rules of the parameters before the layers (embedding) and after the layers (final norm, head)."""
     embedding = f"{prefix}embed_tokens.weight"
     vocab = config.vocab_size
     hidden = config.hidden_size
     tied = bool(config.tie_word_embeddings)
-    if tied:  # the head is loaded from the embedding, and not exported, since the folder has one tensor
+    if tied:  # the folder has one tensor for embedding and head
         head = embedding
     at_end = Location(place="last")
     first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, Location(place="first"))
     norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), at_end)
-    # with a pipeline Megatron-Core keeps a second copy of tied weights in the last stage
+    # with tied weights the head is loaded from the embedding's tensor and not exported; in a pipeline the last stage
+    # has a copy
     last = rules.vocabulary("output_layer.weight", head, vocab, hidden, at_end, exported=not tied)
     return (first,), (norm, last)
 
@@ -201,9 +204,9 @@ def attention_rules(
     if qkv_bias:
         weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "bias", columns=(), **qkv))
     if output_bias:
-        # RowParallelLinear adds its bias after the reduction, so each rank holds all of it
+        # RowParallelLinear adds the bias after the sum over ranks, so each rank holds the whole bias
         weight_map.append(rules.replicated(f"{output}.bias", f"{hf}o_proj.bias", (hidden,), at))
-    # Heads that one weight vector covers.
+    # Number of heads that the weight vector of a query or key norm covers.
     normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(style.qk_norm, {})
     for kind, count in normed.items():
         name = f"{megatron}{kind}_layernorm.weight"

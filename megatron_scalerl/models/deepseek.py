@@ -1,8 +1,8 @@
 """DeepSeek-V3, Kimi-K2 and Moonlight: multi-head latent attention, and a sigmoid router with a frozen bias.
 
-Queries pass through a narrow projection (`q_lora_rank`), and keys and values through another (`kv_lora_rank`). Every
-tensor-parallel rank holds the narrow projections whole. The router's bias takes part in the choice of experts, not in
-their weights. Layers of multi-token prediction are outside the policy; an export copies them.
+Queries pass through a narrow projection (`q_lora_rank`), keys and values through a second (`kv_lora_rank`). Every
+tensor-parallel rank holds the narrow projections whole. The router's bias affects which experts are chosen, but not
+the weights of the chosen experts. Layers of multi-token prediction are outside the policy; an export copies them.
 """
 
 from functools import partial
@@ -18,9 +18,9 @@ from megatron_scalerl.models.rules import Location
 def family(config: Any) -> Family:
     """Build the Family (Megatron options and weight map) of a DeepseekV3Config.
 
-    Raises ValueError as `latent_family` does, and for other routers.
+    Raises ValueError as `latent_family` does, and for a router that is not DeepSeek-V3's.
     """
-    # Without these keys vLLM would use another router.
+    # If scoring_func or topk_method is missing, vLLM uses a different router.
     require_present(config, "scoring_func", "sigmoid")
     require_present(config, "topk_method", "noaux_tc")
     return latent_family(config)
@@ -29,16 +29,16 @@ def family(config: Any) -> Family:
 def latent_family(config: Any) -> Family:
     """The Family of a config with DeepSeek-V3's keys of latent attention and experts.
 
-    Raises ValueError as `decoder_family` and `sigmoid_experts` do, and for a scaling of positions that engines
+    Raises ValueError as `decoder_family` and `sigmoid_experts` do, and for options that trainer and engines would
     compute differently.
     """
     require(config, "moe_layer_freq", 1)
     require(config, "rope_interleave", True)
-    # `head_dim` is the size of the part of a head that RoPE rotates.
+    # In DeepSeek-V3's config `head_dim` is the size of the part of a head that RoPE rotates.
     require(config, "head_dim", config.qk_rope_head_dim)
-    # vLLM's class never ties the head to the embedding.
+    # vLLM's class for DeepSeek-V3 never ties the head to the embedding.
     require(config, "tie_word_embeddings", False)
-    # With `index_topk` vLLM computes DeepSeek-V3.2.
+    # If `index_topk` is set, vLLM computes DeepSeek-V3.2, with sparse attention.
     require(config, "index_topk", None)
     layers = range(config.num_hidden_layers)
     return decoder_family(
@@ -47,11 +47,11 @@ def latent_family(config: Any) -> Family:
         experts=sigmoid_experts(config),
         attention=partial(_attention_rules, config),
         transformer=dict(
-            # After the projection up, each head has its own keys and values.
+            # The up-projection gives each head separate keys and values.
             num_query_groups=config.num_attention_heads,
             kv_channels=config.qk_nope_head_dim + config.qk_rope_head_dim,
             softmax_scale=None,
-            # Megatron's fused kernels would count the positions of a packed row's tokens from the row's start.
+            # Megatron's fused RoPE kernels would count positions from a packed row's start, not from a sequence's.
             apply_rope_fusion=False,
             **_latent_attention(config),
         ),
@@ -61,7 +61,8 @@ def latent_family(config: Any) -> Family:
 
 
 def _latent_attention(config: Any) -> dict[str, Any]:
-    """Fields of MLATransformerConfig. Raises ValueError for a scaling that vLLM computes differently."""
+    """Fields of MLATransformerConfig. Raises ValueError for a scaling of rotary positions that vLLM computes
+    differently."""
     rope = getattr(config, "rope_parameters", None) or {}
     top = rope.get("mscale")
     bottom = rope.get("mscale_all_dim")
@@ -107,13 +108,13 @@ def _attention_rules(config: Any, layer: int, style: LayerStyle) -> list[Rule]:
     value = heads * config.v_head_dim
     query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     key_value = heads * config.qk_nope_head_dim + value
-    # All heads share one rotated part of the keys, which comes directly from the projection down.
+    # All heads share one rotated part of the keys, which the down-projection computes.
     narrow = config.kv_lora_rank + config.qk_rope_head_dim
     weight_map = norm_rules(config, layer, "model.", style)
     hf = f"model.layers.{layer}.self_attn."
     megatron = f"decoder.layers.{layer}.self_attention."
     weight_map.append(rules.row(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", hidden, value, at, what=what))
-    # The norm covers `rank` of the `rows`. It leaves out the rotated part of the keys.
+    # `rows` outputs of the down-projection, but the norm covers only `rank`, without the rotated part of the keys.
     latents = [("kv", "kv_a_proj_with_mqa", narrow, config.kv_lora_rank, key_value)]
     if config.q_lora_rank:
         latents.append(("q", "q_a_proj", config.q_lora_rank, config.q_lora_rank, query))

@@ -1,4 +1,4 @@
-"""Ernie 4.5 dense models: Llama's layers with rotary pairs of neighbors."""
+"""Ernie 4.5 dense models: Llama's layers, but RoPE rotates pairs of neighboring elements."""
 
 from typing import Any
 

@@ -13,6 +13,6 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does, and for a sliding window.
     """
-    # With another value transformers applies no RoPE in layers of full attention.
+    # If `sliding_window` is set, transformers applies no RoPE in layers of full attention.
     require(config, "sliding_window", None)
     return decoder_family(config, layers=LayerStyle(qk_norm="weighted", post_norm=True))

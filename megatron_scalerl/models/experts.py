@@ -14,7 +14,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @record
 class Experts:
-    """The experts of a family's layers: sizes, router, and names in its checkpoints."""
+    """The experts of a family's layers: sizes, router, and names in Hugging Face checkpoints."""
 
     count: int
     ffn: int
@@ -33,7 +33,7 @@ class Experts:
     """True if a layer's experts are fused into two tensors, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
 
     def options(self) -> dict[str, Any]:
-        """Fields of TransformerConfig for the experts and their router."""
+        """Fields of TransformerConfig for experts and router."""
         shared = {}
         if self.shared_ffn:
             shared["moe_shared_expert_intermediate_size"] = self.shared_ffn
@@ -69,7 +69,7 @@ def softmax_router(config: Any, *, normalized: bool) -> dict[str, Any]:
     return dict(
         moe_router_topk=_top_k(config, normalized=normalized),
         moe_router_score_function="softmax",
-        # A softmax over the chosen experts alone is the normalized probability.
+        # Normalized probabilities equal a softmax over the chosen experts alone, without a softmax before the choice.
         moe_router_pre_softmax=not normalized,
     )
 
@@ -77,8 +77,8 @@ def softmax_router(config: Any, *, normalized: bool) -> dict[str, Any]:
 def sigmoid_router(config: Any) -> dict[str, Any]:
     """Fields of TransformerConfig for a router with sigmoids and a frozen bias.
 
-    The chosen experts' sigmoids are normalized. Raises ValueError for a router whose probabilities would all be 1,
-    and for groups of experts that Megatron-Core scores differently.
+    The chosen experts' sigmoids are scaled to the sum 1. Raises ValueError for a router whose probabilities would all
+    be 1, and for groups of experts that Megatron-Core scores differently.
     """
     topk = _top_k(config, normalized=True)
     router = dict(
@@ -100,7 +100,8 @@ def sigmoid_router(config: Any) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: Any) -> Experts:
-    """The experts of DeepSeek-V3 and its successors, with a shared expert. Raises ValueError for other routers."""
+    """Experts by DeepSeek-V3's keys, with a shared expert. Raises ValueError as `sigmoid_router`, and for counts
+    below 1."""
     require(config, "norm_topk_prob", True)
     for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "n_shared_experts"):
         if not getattr(config, key):
@@ -145,7 +146,8 @@ def mlp_rules(
 ) -> list[Rule]:
     """Rules of a gated MLP.
 
-    `hf` is the prefix of the three `projections`, `megatron` that of linear_fc1.weight and linear_fc2.weight.
+    hf: prefix of the three `projections`. megatron: prefix of linear_fc1.weight and linear_fc2.weight. what: key of
+    config.json with the width, for error messages.
     """
     gate, up, down = (f"{hf}{projection}.weight" for projection in projections)
     return [
@@ -157,7 +159,7 @@ def mlp_rules(
 def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any) -> list[Rule]:
     """Rules of experts that are separate gated MLPs in the checkpoint.
 
-    Expert E has the prefix `hf`E. there. `mlp`: keywords of `mlp_rules`.
+    The checkpoint's names of expert E begin with `hf`E. (hf, number, dot). mlp: keywords of `mlp_rules`.
     """
     weight_map = []
     for expert in range(experts):

@@ -1,9 +1,9 @@
 """A model family: Megatron options, rotary frequencies, and one weight map for both directions.
 
 A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
-checkpoint into this rank's shard, and saving copies the piece back. Both use the same rules, so Hugging Face ->
-Megatron -> Hugging Face is exact. Megatron parameters have the names of Megatron's plain layers, with global numbers
-of layers and experts. `checkpoints.hf_folder` knows the different names in Transformer Engine's layers.
+checkpoint into this rank's shard, and an export copies the piece back by the same rule, so Hugging Face -> Megatron
+-> Hugging Face is exact. Megatron parameters have the names of Megatron's plain layers, with global numbers of layers
+and experts. `checkpoints.hf_folder` knows the different names in Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Piece:
 
     hf_name: str
     hf_index: tuple[Index, ...]
-    """Index that selects the rectangle. An int drops its dimension, for one expert of a fused tensor."""
+    """Index that selects the rectangle. An int selects one expert of a fused tensor, and drops the dimension."""
     axis: int
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Rule:
     hf_shapes: Mapping[str, tuple[int, ...]]
     """Full shape of each Hugging Face tensor, by name."""
     pieces: Callable[[int, int], tuple[Piece, ...]]
-    """Function from (rank, size) of the parameter's tensor-parallel group to the pieces of that rank's shard."""
+    """Function from (rank, size) in the parameter's tensor-parallel group to the pieces of the rank's shard."""
     place: Literal["first", "layer", "last"]
     """Pipeline stage that has the parameter: the stage of the embedding, of `layer`, or of the head."""
     layer: int = 0
@@ -69,7 +69,7 @@ class Rule:
     exported: bool = True
     """False if an export leaves the parameter out, as for the head's copy of tied embeddings."""
     frozen: bool = False
-    """True for the bias of a router: an fp32 buffer that no optimizer changes. Engines and exports get it too."""
+    """True for the bias of a router: an fp32 buffer that no optimizer changes, but that engines and exports get."""
 
 
 @record
@@ -106,18 +106,19 @@ class Family:
     """Prefixes of tensors outside the policy, such as a vision tower or layers of multi-token prediction. An export
     copies these tensors from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
-    """Function from positions [N] to factors [N] on the queries of layers without RoPE; None for no factor."""
+    """Function from positions [N] to the factors [N] that multiply the queries of layers without RoPE; None: no
+    factors."""
     output_bias: bool = False
     """True if the attention's output projection has a bias. For queries, keys and values `transformer` has
     `add_qkv_bias`."""
     untrained: int = 0
     """Number of parameters of the checkpoint's layers of multi-token prediction, which are outside the policy."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of generation_config.json that an engine needs to compute the same as the trainer."""
+    """Keys and values that generation_config.json must have, so that engines compute the trainer's function."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Hugging Face's names of the tensors of frozen rules, which keep their type."""
+        """Hugging Face's names of the tensors of frozen rules; conversions keep the type of these tensors."""
         return frozenset(name for rule in self.rules if rule.frozen for name in rule.hf_shapes)
 
 
@@ -156,7 +157,7 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
             f"megatron.parallel.expert_model_parallel_size is {ep_size}, but the policy has no experts; "
             "leave the size at 1"
         )
-    # Every size divides 0, so a policy without experts passes.
+    # A policy without experts has sizes 0, which every parallel size divides.
     sharded = [
         ("tensor_model", tp_size, "attention heads", options["num_attention_heads"]),
         ("tensor_model", tp_size, "key-value heads", options["num_query_groups"]),

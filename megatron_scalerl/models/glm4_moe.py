@@ -16,7 +16,7 @@ def family(config: Any) -> Family:
     Raises ValueError as `decoder_family` and `sigmoid_experts` do.
     """
     require_present(config, "head_dim", head_size(config))
-    # vLLM's class never ties the head to the embedding.
+    # vLLM's class for GLM-4.5 never ties the head to the embedding.
     require(config, "tie_word_embeddings", False)
     qk_norm: QkNorm = "none"
     if config.use_qk_norm:

@@ -1,11 +1,11 @@
 """Llama 4, the text model: Scout, Maverick, and the tiny mixture-of-experts policy.
 
-The features of these models:
+The features of Llama 4 models:
 
 * a sigmoid top-1 router whose probability multiplies the expert's input, and a shared expert;
-* a weightless RMS norm of queries and keys. Hugging Face applies the norm after RoPE. Before RoPE it is equivalent,
-  since a rotation keeps the norm;
-* layers without RoPE and without that norm;
+* a weightless RMS norm of queries and keys. Hugging Face applies the norm after RoPE. Here the norm comes before
+  RoPE, with the same result, since a rotation keeps the norm;
+* layers without RoPE and without a norm of queries and keys;
 * interleaved rotary pairs, and chunked attention;
 * experts fused into transposed tensors.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 VISION = ("vision_model.", "multi_modal_projector.")
-"""Prefixes of the multimodal model's tensors outside the policy. They are never trained and never sent."""
+"""Prefixes of the multimodal model's tensors outside the policy, never trained and never sent to engines."""
 
 
 def family(config: Any) -> Family:
@@ -60,13 +60,13 @@ def family(config: Any) -> Family:
         passthrough=passthrough,
         attention_chunk_size=text.attention_chunk_size,
         query_scale=query_scale,
-        # Without this key vLLM decides by its max_model_len (vllm/model_executor/models/llama4.py).
+        # Without attn_temperature_tuning vLLM decides by max_model_len (vllm/model_executor/models/llama4.py).
         generation_config={"attn_temperature_tuning": bool(text.attn_temperature_tuning)},
     )
 
 
 def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
-    # Despite its name, Hugging Face's list has 1 where a layer has RoPE.
+    # Despite the name, Hugging Face's no_rope_layers has 1 for a layer with RoPE.
     rope = bool(text.no_rope_layers[layer])
     qk_norm: QkNorm = "none"
     if rope and text.use_qk_norm:
@@ -77,10 +77,10 @@ def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
 
 def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
-        # Llama 4 has a separate key for dense layers; intermediate_size is the width of experts.
+        # intermediate_size_mlp is the width of dense layers, intermediate_size the width of experts.
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
-        # Megatron's list has 1 where a layer has no RoPE.
+        # Megatron's no_rope_freq has 1 for a layer without RoPE.
         no_rope_freq=[int(not style.rope) for style in styles],
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )

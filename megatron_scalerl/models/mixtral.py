@@ -9,7 +9,7 @@ from megatron_scalerl.models.family import Family, LayerStyle
 NAMES: dict[str, Any] = dict(
     width_key="intermediate_size", module="block_sparse_moe.", projections=("w1", "w3", "w2")
 )
-"""Names of the experts in checkpoints. MiniMax-M2 has the same names."""
+"""Fields of Experts for the names in Mixtral's checkpoints, which MiniMax-M2 shares."""
 
 
 def family(config: Any) -> Family:

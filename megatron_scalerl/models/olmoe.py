@@ -10,7 +10,7 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 def family(config: Any) -> Family:
     """Build the Family (Megatron options and weight map) of an OlmoeConfig.
 
-    Raises ValueError as `decoder_family` does, and for values that differ from those fixed in vLLM's class.
+    Raises ValueError as `decoder_family` does, and for a value that differs from the value fixed in vLLM's class.
     """
     require(config, "clip_qkv", None)
     require(config, "norm_topk_prob", False)

@@ -11,6 +11,6 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does, and for a bias of the output.
     """
-    # This key of Llama and Qwen3 would mean a bias of the output as well.
+    # In Llama's and Qwen3's configs `attention_bias` means a bias of the output as well, which Qwen2 does not have.
     require(config, "attention_bias", False)
     return decoder_family(config, layers=LayerStyle(), qkv_bias=True)

@@ -21,7 +21,7 @@ class Rotary:
     inv_freq: torch.Tensor
     """[d/2] fp32 frequencies, with the scaling applied."""
     factor: float = 1.0
-    """YaRN's factor on the rotated queries and on the rotated keys. Hugging Face applies it to cosine and sine."""
+    """YaRN's factor on the rotated queries and on the rotated keys, which Hugging Face applies to cosine and sine."""
 
     def softmax_scale(self, head_dim: int) -> float | None:
         """The softmax scale of attention with `factor` applied to queries and keys; None for the default 1 /
@@ -36,8 +36,9 @@ def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
     4).
 
     Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). partial: whether RoPE
-    may rotate only a part of each head; the frequencies are then those of the rotated part. Raises ValueError for
-    other types, for a scaling without one of its keys, and for a partly rotated head without `partial` or with YaRN.
+    may rotate only a part of each head; the frequencies are then for the rotated part. Raises ValueError for a type
+    that is not listed here, for a scaling that lacks a key, and for a partly rotated head without `partial` or with
+    YaRN.
     """
     import torch
 
@@ -45,20 +46,21 @@ def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
     for key in ("rope_dim", "use_fope"):
         if parameters.get(key):
             raise ValueError(f"config.json: {key}: engines apply this key, but the trainer does not; remove the key")
-    # transformers 4 has theta outside rope_scaling.
+    # In configs of transformers 4, rope_theta is outside rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in KINDS:
         raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
     share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    # The trainer applies YaRN's factor to the scores, so the factor would also reach the unrotated part of a head.
+    # The trainer applies YaRN's factor to the attention scores, so an unrotated part of a head would be scaled, too.
     if share != 1.0 and (not partial or kind == "yarn"):
         raise ValueError(
             f"config.json: partial_rotary_factor: {share} is not supported for {config.model_type} with {kind} "
             "positions, only 1"
         )
     head_dim = int(head_dim * share)
-    # The operations are transformers', in fp32 and in the same order. Other roundings would change late positions.
+    # The operations are transformers', in fp32 and in the same order: a different rounding would change the angles of
+    # late positions.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(
         "original_max_position_embeddings",
@@ -84,8 +86,8 @@ def _need(parameters: Mapping[str, Any], key: str) -> float:
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1's interpolation of the frequencies.
 
-    Low frequencies are divided by `factor`, high frequencies are kept, and a ramp connects them. Llama 4 Scout has no
-    ramp, because both bounds are 1.
+    Low frequencies are divided by `factor`, high frequencies are kept, and frequencies in between are interpolated.
+    Llama 4 Scout has no frequencies in between, because both bounds are 1.
     """
     import torch
 
@@ -104,8 +106,8 @@ def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.T
 def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context: int | None) -> Rotary:
     """YaRN's interpolation of the frequencies.
 
-    Low frequencies are divided by the factor, high frequencies are kept, and a ramp over the dimensions connects
-    them.
+    Low frequencies are divided by the factor, high frequencies are kept, and frequencies in between are interpolated
+    linearly over the dimensions.
     """
     import torch
 
@@ -114,7 +116,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
     if factor is None:
         factor = (context or original) / original
     factor = float(factor)
-    # 32 and 1 are transformers' defaults, which also replace 0 and null.
+    # transformers has the defaults 32 and 1, and also replaces 0 and null with the defaults.
     low = _dimension_of(float(parameters.get("beta_fast") or 32), theta, head_dim, original)
     high = _dimension_of(float(parameters.get("beta_slow") or 1), theta, head_dim, original)
     if parameters.get("truncate", True):
@@ -123,7 +125,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
     low = max(low, 0)
     high = min(high, head_dim - 1)
     if low == high:
-        # As in transformers, the ramp must not have the length 0.
+        # As in transformers, high differs from low, because the next lines divide by the difference.
         high += 0.001
     powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -143,7 +145,7 @@ def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
         return float(given)
     top = parameters.get("mscale")
     bottom = parameters.get("mscale_all_dim")
-    # With DeepSeek's two keys, equal values leave cosine and sine unchanged.
+    # With mscale equal to mscale_all_dim, as in DeepSeek's configs, the factor is 1.
     if top and bottom:
         return _mscale(factor, top) / _mscale(factor, bottom)
     return _mscale(factor, 1.0)

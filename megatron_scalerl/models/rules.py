@@ -8,7 +8,7 @@ from megatron_scalerl.record import record
 
 T = TypeVar("T")
 Pieces = Callable[[int, int], tuple[Piece, ...]]
-"""Function from (rank, size) of the tensor-parallel group to the pieces of that rank's shard, as in `Rule`."""
+"""Function from (rank, size) in the tensor-parallel group to the pieces of the rank's shard, as in `Rule`."""
 
 
 @record
@@ -35,14 +35,14 @@ def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location, *, 
 def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *, exported: bool = True) -> Rule:
     """The rule of an embedding or a head.
 
-    The rows are padded to a multiple of the tensor-parallel size. No piece covers padding.
+    The rows are padded to a multiple of the tensor-parallel size. Pieces leave out the padding.
     """
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = padded_vocab_size(vocab, size) // size
         start = min(rank * rows, vocab)
         stop = min(start + rows, vocab)
-        # The last ranks may have nothing but padding.
+        # The last ranks may have only padding, and so no piece.
         if start == stop:
             return ()
         index = (slice(start, stop), slice(0, hidden))
@@ -79,10 +79,10 @@ def query_key_value(
 ) -> Rule:
     """The rule of Megatron's fused projection to queries, keys and values.
 
-    The rows are, for each group, the group's queries, then its key, then its value. Ranks share the projection by
-    groups. hf: prefix of {q,k,v}_proj. columns: (hidden size,) for the weight, () for the bias.
+    The rows are, for each group, the group's queries, the group's key, and the group's value. Tensor-parallel ranks
+    hold whole groups. hf: prefix of {q,k,v}_proj. columns: (hidden size,) for the weight, () for the bias.
     """
-    # The order is that of queries, key and value within a group of the fused projection.
+    # The dict's order is the order of queries, key and value within a group.
     heads_of = {f"{hf}q_proj.{kind}": heads, f"{hf}k_proj.{kind}": groups, f"{hf}v_proj.{kind}": groups}
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -102,11 +102,11 @@ def query_key_value(
 
 
 def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: Location, what: str) -> Rule:
-    """The rule of a gated MLP's first projection. A rank's shard has its gate rows, and then its up rows."""
+    """The rule of a gated MLP's first projection. A shard has the rank's gate rows, then the rank's up rows."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        # A rank has the same rows of gate and up, because it multiplies them element by element.
+        # A rank has the same rows of gate and up, because the outputs are multiplied element by element.
         index = (slice(rank * width, (rank + 1) * width), slice(0, hidden))
         return (
             Piece(hf_name=gate, hf_index=index, axis=0, start=0, stop=width),
@@ -121,14 +121,14 @@ def fused_expert_gate_up(
 ) -> Rule:
     """The rule of an expert's first projection in a fused tensor [experts, 2 ffn, hidden].
 
-    The gate rows come before the up rows. `transposed` says that the last two dimensions are swapped.
+    The gate rows come before the up rows. transposed: whether the fused tensor has the last two dimensions swapped.
     """
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
         halves = []
-        # Half 0 is the gate, half 1 is up.
+        # Half 0 is the gate projection, half 1 the up projection.
         for half in (0, 1):
             first = half * ffn + rank * width
             index = (expert, *_oriented(slice(first, first + width), slice(0, hidden), transposed))
@@ -144,7 +144,7 @@ def fused_expert_down(
 ) -> Rule:
     """The rule of an expert's second projection in a fused tensor [experts, hidden, ffn].
 
-    `transposed` says that the last two dimensions are swapped.
+    transposed: whether the fused tensor has the last two dimensions swapped.
     """
     expert = _expert_of(at)
 

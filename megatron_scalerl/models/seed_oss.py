@@ -1,6 +1,6 @@
 """Seed-OSS models: Llama's layers with biases of queries, keys and values.
 
-A separate key of the config states a bias of the output."""
+The key `attention_out_bias` states whether the output has a bias."""
 
 from typing import Any
 

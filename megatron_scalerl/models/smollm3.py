@@ -1,4 +1,4 @@
-"""SmolLM3 models: Llama's layers, of which every fourth has no rotary embedding."""
+"""SmolLM3 models: Llama's layers, but every fourth layer has no rotary embedding."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def family(config: Any) -> Family:
 
     Raises ValueError as `decoder_family` does.
     """
-    # Despite its name, the list has 1 for a layer with rotary embeddings.
+    # Despite the name, no_rope_layers has 1 for a layer with rotary embeddings.
     rotated = config.no_rope_layers[: config.num_hidden_layers]
     if len(rotated) < config.num_hidden_layers:
         raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries; give one for every layer")

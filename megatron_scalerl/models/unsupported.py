@@ -1,7 +1,7 @@
-"""Names the parts that make a model unsupported, by the keys and the model_type of the model's config.json.
+"""Names the parts of a model that no family supports, from the keys and the model_type of the model's config.json.
 
-`PARTS` recognizes layers, routers and towers by the keys that publishers use for them. For a config without such
-keys, the message lists the keys that no supported family has.
+`PARTS` recognizes parts, such as layers, routers and vision towers, by the usual keys. For a config without such
+keys, `parts_of` lists the keys that no supported family has.
 """
 
 import re
@@ -44,7 +44,7 @@ PARTS = {
     "layers that share weights": r"num_hidden_groups|.*shared_layers|num_loops|total_ut_steps",
     "biases": r"(use_)?bias|.*_bias",
 }
-"""For each part, a pattern of the words that only models with this part have.
+"""Part of a model -> pattern of the words that only models with the part have.
 
 A word is a key of the config, a kind of layer, an activation or a model_type.
 """
@@ -53,13 +53,13 @@ _QUIET = re.compile(
     r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
     r"layer_types|num_labels|.*_config|rope_(theta|scaling|parameters))$"
 )
-"""Pattern of keys that are unrelated to the kinds of layers, and so are never named."""
+"""Pattern of keys that have nothing to do with a model's layers, and that no message names."""
 _MOST = 5
 """Largest number of parts, or of keys, that a message names."""
 
 
 def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
-    """The parts of a model as text, each with the word by which it was recognized.
+    """The parts of a model as text, each part with the word that `PARTS` recognized.
 
     If no part is recognized, the text lists the keys outside `supported_keys`, the keys of supported families.
     """
@@ -82,9 +82,10 @@ def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:
-    """The model_type, the keys that are switched on, the activations, and the kinds of layers.
+    """The model_type, the keys that are set (not null, false, 0 or 1.0), and the names of activations and kinds of
+    layers.
 
-    The text model's section of a multimodal config is searched as well.
+    The words of a multimodal config include the words of the text model's section.
     """
     yield str(config.get("model_type"))
     for key, value in config.items():

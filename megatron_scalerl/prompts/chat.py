@@ -1,7 +1,7 @@
-"""Decides the form of a policy's prompts: whether prompts take the chat template, and which tags enclose thinking.
+"""Decides the form of a policy's prompts: whether prompts use the chat template, and which tags enclose thinking.
 
 `chat_of` decides for a tokenizer and a kind of rows (text or messages), `chat_of_recipe` for a recipe. `Chat.settled`
-replaces every `auto` of the recipe, so that later code meets no setting that is auto.
+puts the decision in place of every `auto` in the recipe, before prompts are rendered.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ THINK_TAGS = (
 NO_TAGS = ("", "")
 QUESTION = {"role": "user", "content": "1+1"}
 ANSWER = {"role": "assistant", "content": "two"}
-"""A question and an answer with which templates are tried out."""
+"""A sample question and a sample answer, from which a template's behavior is found out."""
 
 
 @record
@@ -42,7 +42,7 @@ class Chat:
     """The form of a policy's prompts. Produced by `chat_of`."""
 
     chat_template: bool
-    """Whether prompts take the tokenizer's chat template."""
+    """Whether prompts are rendered with the tokenizer's chat template."""
     think_start: str
     """Tag that opens thinking; empty: no tag."""
     think_end: str
@@ -50,26 +50,25 @@ class Chat:
     why: str
     """The decision in one sentence, for the user."""
     doubts: Mapping[str, Any]
-    """Settings that tokenizer and rows leave in doubt, each with the value that was not chosen."""
+    """Settings whose automatic choice may be wrong -> the value that was not chosen."""
 
     def settled(self, recipe: Recipe) -> Recipe:
-        """A copy of the recipe with every `auto` replaced. Raises ValueError where an interruption has no tag to
-        close."""
+        """A copy of the recipe with the decision in place of every `auto`. Raises ValueError as `check_tags`."""
         tags = {"think_start": self.think_start, "think_end": self.think_end}
         recipe = recipe.with_settings(prompts={"chat_template": self.chat_template, **tags})
         if recipe.interruption.enabled == AUTO:
             recipe = recipe.with_settings(interruption={"enabled": bool(self.think_end.strip())})
-        # pydantic's model_copy runs no validators
+        # pydantic's model_copy runs no validators, so the tags are checked here
         for task in recipe.by_task:
             check_tags(task)
         return recipe
 
 
 def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = None) -> Chat:
-    """Decide as `chat_of`; all tasks of a mixture are rendered alike.
+    """Apply `chat_of` to a recipe. The tasks of a mixture share one decision.
 
-    messages: whether rows hold messages; None: looked up in the first rows of the prompts, as far as there is a file.
-    Raises ValueError as `chat_of` and `read_layout`, and for tags that do not survive the tokenizer.
+    messages: whether rows hold messages; None: looked up in the first rows of the prompt files that exist. Raises
+    ValueError as `chat_of`, `read_layout` and `check_think_tags`.
     """
     if messages is None:
         messages = any(map(_has_messages, tasks_of(recipe)))
@@ -93,7 +92,7 @@ def _has_messages(task: Task) -> bool:
 def _warm_start(recipe: Recipe) -> str:
     """The first completions of the warm start, as one text.
 
-    For a missing file: the closing tag of the recipe or, if the recipe's tag is auto, `</think>`.
+    If the file of sft.path is missing: prompts.think_end or, if that setting is auto, `</think>`.
     """
     path = recipe.sft.path
     end = recipe.prompts.think_end
@@ -114,14 +113,13 @@ def chat_of(
 ) -> Chat:
     """Decide the form of a policy's prompts; settings of `prompts` that are not auto do not change.
 
-    tokenizer: Hugging Face's. messages: the rows have lists of messages. end_ids: tokens that end the policy's
-    completions. warm_start: completions of the warm start's examples.
-    Rows of messages take a template where there is one. Rows of text take the template where the policy was tuned on
-    conversations, that is where the template ends an answer with a token of `end_ids`; many base policies inherit a
-    template and end texts otherwise. The tags are the template's, unless the template is only inherited, else the
-    warm start's, else none; a vocabulary may have tags that the policy never writes. A template that closes thinking
-    in the prompt has no tags. Raises ValueError for a template that fails and, where prompts take the template, for
-    a closing tag that no text has.
+    tokenizer: Hugging Face's. messages: whether the rows have lists of messages. end_ids: tokens that end the
+    policy's completions. warm_start: completions of the warm start's examples, as one text. Rows of messages use a
+    template if the tokenizer has one. Rows of text use the template if the policy was tuned with the template: then
+    the template ends an answer with a token of `end_ids`, unlike a template that a base policy only inherited. The
+    tags are the template's, unless only inherited, else the warm start's, else none. If the template closes thinking
+    in the prompt, there are no tags. Raises ValueError for a template that fails and, if prompts use the template,
+    for a think_end that neither template, warm start, vocabulary nor prompt has.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     turn_end = _end_of_turn(tokenizer, prompts) if template else ""
@@ -135,7 +133,7 @@ def chat_of(
     texts = {
         "chat template": template + sample_prompt,
         "warm start": warm_start,
-        # each token has a separate line, so that no tag is found across two tokens
+        # a line for each token, so that the end of one token and the start of the next never make a tag
         "vocabulary": "\n".join(tokenizer.get_vocab()),
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }
@@ -164,13 +162,13 @@ def chat_of(
 
 
 def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
-    """The text that the template puts after an answer, in one line."""
+    """The text that the template puts after a sample answer, with line breaks as spaces."""
     text = apply_template(tokenizer, prompts, [QUESTION, ANSWER], generation=False)
     return " ".join(text.rpartition(ANSWER["content"])[2].split())
 
 
 def _treatment(template: str, turn_end: str, *, uses_template: bool, chat_tuned: bool) -> str:
-    """A phrase for the user that says whether rows take the template, and why."""
+    """A phrase for the user that says whether rows use the template, and why."""
     if not template:
         return "are sent as plain text, since the tokenizer has no chat template"
     words = "take the tokenizer's chat template"
@@ -184,8 +182,8 @@ def _treatment(template: str, turn_end: str, *, uses_template: bool, chat_tuned:
 def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_template: bool) -> str:
     """A phrase for the user with the tag that closes thinking, and the source of the tag.
 
-    known_tag: the tag is in the policy's template or warm start. Raises ValueError for a tag that no text has, where
-    prompts take a template.
+    texts: name of a source -> text. known_tag: whether `chat_of` took the tag from template or warm start. Raises
+    ValueError for a tag that is in none of the texts, if prompts use the template.
     """
     if not end.strip():
         return "the policy has no tags around thinking, so the whole completion is the answer"
@@ -199,21 +197,21 @@ def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_templ
 
 
 def tags_in(text: str) -> tuple[str, str] | None:
-    """The first pair of THINK_TAGS with a tag in the text, such as the source of a template."""
+    """The first pair of THINK_TAGS with a tag in the text, such as a template's source; None without such a pair."""
     return next((pair for pair in THINK_TAGS if any(tag.strip() in text for tag in pair)), None)
 
 
 def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     """Raises ValueError for a template whose prompt does not open the assistant's turn.
 
-    A prompt opens the turn if the generation prompt adds text. A template may also open the turn without added text:
-    if the answer follows the question at once (Mistral), or the prompt cannot be the beginning of another question.
+    A prompt opens the turn if add_generation_prompt adds text. Without added text, the prompt still opens the turn if
+    an answer directly follows the question (Mistral), or if a second question does not start with the prompt's text.
     """
 
     def render(*messages: Mapping[str, str], generation: bool = False) -> str:
         try:
             return apply_template(tokenizer, prompts, messages, generation=generation)
-        except ValueError:  # the roles have to alternate in this template
+        except ValueError:  # the template refuses two questions in a row
             return prompt
 
     prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
@@ -236,7 +234,7 @@ def apply_template(
     tools: Sequence[Mapping[str, Any]] = (),
     generation: bool = True,
 ) -> str:
-    """Messages in the tokenizer's template.
+    """Render messages with the tokenizer's template.
 
     tools: JSON schemas of functions. generation: whether the text opens the assistant's turn. Raises ValueError for a
     template that fails.

@@ -1,12 +1,12 @@
 """Order of prompts: shuffled epochs of each task, without prompts that the policy already solves.
 
 No-positive-resampling (Khatri et al. 2025, arXiv 2510.13786, section 3.2): a prompt whose pass rate reached 0.9 is
-removed permanently from later epochs. Choices where the paper is silent: the pass rate is the prompt's latest scored
-group's, and is checked when the prompt is drawn, so that a group scored after the epoch began still counts.
+removed permanently from later epochs. The paper does not say which pass rate counts: here the latest scored group's,
+as known when the prompt is drawn, so that groups that are scored during an epoch count.
 
-A mixture draws the tasks in a fixed order in which each task has a share by weight in every stretch of draws, to
-within 1 prompt (smooth weighted round-robin), not at random: a batch's composition adds no noise. Every task has
-separate epochs. A task without prompts left is drawn no more, and the other tasks keep the proportions.
+A mixture draws the tasks in a fixed order, not at random, so that a batch's composition adds no noise: in every
+stretch of draws each task has the share by weight, to within 1 prompt (smooth weighted round-robin). Every task has
+separate epochs. When a task has no prompts left, the remaining tasks keep their proportions.
 """
 
 import random
@@ -48,11 +48,12 @@ class Curriculum:
         self._credit = dict.fromkeys(self._tasks, 0.0)
         self._end_reasons: dict[str, str] = {}
         self.epoch = 0
-        """Epoch, from 0, of the latest draw, counted for the drawn task."""
+        """Epoch, from 0, that the drawn task was in at the latest draw."""
 
     @property
     def removed(self) -> int:
-        """Number of prompts removed so far; the next draw of a solved prompt removes the prompt."""
+        """Number of prompts removed so far. A prompt that reached the pass rate is removed at the next draw of the
+        prompt."""
         return sum(len(task.removed) for task in self._tasks.values())
 
     @property
@@ -71,7 +72,7 @@ class Curriculum:
                 prompt, self.epoch = self._tasks[name].draw()
             except CurriculumDry as end:
                 self._end_reasons[name] = f"{name}: {end}" if name else str(end)
-                # the credits start anew: they were in proportion to a task that is gone
+                # the shares now exclude this task, so all credits start again from 0
                 self._credit = dict.fromkeys(self._tasks, 0.0)
                 continue
             self._credit[name] -= 1.0
@@ -83,7 +84,7 @@ class Curriculum:
         self._task_of[prompt_id].observe(prompt_id, pass_rate)
 
     def _next_task(self) -> str:
-        """The task that is furthest behind its share."""
+        """The task whose number of draws is furthest below the share by weight."""
         open_tasks = [name for name in self._tasks if name not in self._end_reasons]
         total = sum(self._weights[name] for name in open_tasks)
         for name in open_tasks:
@@ -133,13 +134,14 @@ class _Task:
         if self._epoch + 1 == self._max_epochs:
             raise CurriculumDry(f"curriculum.max_epochs {self._max_epochs} reached")
         self._epoch += 1
-        # each epoch has a generator, so that a resumed run repeats its order without the draws of earlier epochs
+        # each epoch has a random generator, so a resumed run gets the epoch's order without drawing earlier epochs
         order = list(self._prompts)
         random.Random(f"curriculum {self._seed} epoch {self._epoch}").shuffle(order)
         self._remaining_ids = order[::-1]
 
     def _is_removed(self, identity: str) -> bool:
-        """Whether a draw skips the prompt; a removed prompt stays removed whatever is scored later."""
+        """Whether a draw skips the prompt; a prompt that was removed stays removed, whatever pass rate is recorded
+        later."""
         if self._threshold is not None and self._latest.get(identity, -1.0) >= self._threshold:
             self.removed.add(identity)
         return identity in self.removed

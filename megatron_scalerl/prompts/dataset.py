@@ -2,8 +2,9 @@
 
     rows (`layouts`) -> questions and references -> each text once -> references checked -> tokens -> split
 
-The tasks of a mixture are loaded one after another, before any process starts. Then no task trains on a text that
-any task holds out. A row that fails is skipped with a reason; a file most of whose rows fail is an error.
+The tasks of a mixture are loaded one after another, before any process starts. Texts that a task holds out are then
+removed from every task's training prompts. A row that fails is skipped, and reported with a reason; a file most of
+whose rows fail is an error.
 
 The split depends on the texts alone, not on the order of the rows or on other columns. Skipped rows (duplicates,
 prompts that are too long) are counted in a `PromptReport`.
@@ -31,10 +32,12 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""Function (task, (question, reference, other columns) of each row) -> (problems, trials), with a text for each row.
+"""Function (task, list of a row's (question, reference, further columns)) -> (problems, trials), a text of each kind
+for each row.
 
-A problem is the reason why no answer could be accepted, or empty, and depends on the row alone. A trial is the same
-for a check whose result may differ the next time; None: the check is made when the prompt is first used.
+A problem is the reason why the verifier can accept no answer to the row, or empty, and is always the same for a row.
+A trial is such a reason, or empty, from a test run that may end differently the next time; None: the run is made when
+the prompt is first used.
 """
 
 
@@ -47,7 +50,7 @@ class PromptReport:
     training: int
     held_out: int
     duplicates: int
-    """Rows whose text and answer equal those of an earlier row."""
+    """Rows that repeat text and answer of an earlier row."""
     leaked: int
     """Training rows skipped because the text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
@@ -66,7 +69,7 @@ class PromptReport:
         if self.duplicates:
             lines.append(f"{self.key}: {self.duplicates} duplicates skipped")
         if self.leaked:
-            lines.append(f"{self.key}: {self.leaked} training rows skipped whose text is held out")
+            lines.append(f"{self.key}: {self.leaked} training rows skipped, because the text is held out")
         if self.unusable:
             share = f"{len(self.unusable)} of {self.rows} rows cannot be learned from and are skipped"
             lines += [f"{self.key}: {share}:", *listing(self.unusable)]
@@ -86,9 +89,9 @@ class PromptSet:
     reports: tuple[PromptReport, ...]
     """Report of each task, by name."""
     problems: dict[str, str | None] = field(default_factory=dict)
-    """Prompts whose reference failed a check that may end differently next time: id -> reason. None: not checked yet.
+    """Id -> reason, for prompts whose reference failed a trial (`CheckAnswers`); None: no trial yet.
 
-    Such prompts stay in the set, so that digest and order do not change when the run is resumed.
+    A resumed run may find a different result, so the prompts stay in the set: digest and order do not change.
     """
 
     def lines(self) -> list[str]:
@@ -117,7 +120,7 @@ def load_prompts(
     """Read, render and split the prompts of the recipe's tasks.
 
     `tokenizer` is a Hugging Face tokenizer. A task holds out the prompts of `held_out_path`, or else the `held_out`
-    prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible texts. No
+    prompts of `path` whose texts have the smallest hashes; a `held_out` below 1 is a share of the range of hashes. No
     task trains on a text that any task holds out. Rows that cannot be learned from are skipped and reported: rows
     without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one line, for an invalid
     file, a file most of whose rows cannot be learned from, and a task without training prompts.
@@ -125,7 +128,7 @@ def load_prompts(
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
-    # this comes after all files are read: a text that one task holds out may be in another task's file
+    # compared once all files are read, because a text that one task holds out may be in the file of any task
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
     training = []
     reports = []
@@ -183,7 +186,7 @@ class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
     def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]):
-        """problems: the problems of `PromptSet`, filled here."""
+        """problems: `PromptSet.problems`, to which the loader adds entries."""
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts
         self._check_answers = check_answers
@@ -244,22 +247,22 @@ class _Loader:
         if not self.task.episodes:
             self._notice(path, [prompt for _, _, prompt in unique.values()])
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
-        # all rows are read before this check, so that the tests of code problems are tried together, on all CPUs
+        # all answers of the file are checked in one call, so that the tests of code problems run on all CPUs
         problems, trials = self._check_answers(self.task, answers)
         for identity, problem, trial in zip(list(unique), problems, trials):
             if problem or trial:
                 self._unusable.append(f"{unique[identity][0]}: {layout.reference[-1]!r}: {problem or trial}")
             if problem:
                 del unique[identity]
-            # a trial may end otherwise on another machine: the prompt stays, with the reason
+            # a trial may end differently on another machine, so the prompt stays, and the reason is recorded
             elif trial != "":
                 self._problems[identity] = trial
         checked = len(trials) - trials.count(None)
         if checked < len(trials) and not self.task.episodes:
             self._layouts.append(
-                f"{path}: {checked} of {len(trials)} references were checked; the rest are checked at first use"
+                f"{path}: {checked} of {len(trials)} references were checked; the rest are checked during the run"
             )
-        # rows of other tasks are neither read nor skipped: a mixed file may have few rows of this task
+        # rows for other verifiers do not count as read or skipped, since a mixed file may have few rows of this task
         read = self._rows - rows_before - elsewhere
         skipped = len(self._unusable) - unusable_before - elsewhere
         if not read:

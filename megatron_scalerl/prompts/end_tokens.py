@@ -1,7 +1,7 @@
 """The tokens that end a completion: the tokenizer's end-of-sequence token, and the end tokens in the policy's folder.
 
-Instruction-tuned policies end turns with other tokens than the tokenizer's: Llama 3's generation_config.json lists
-three tokens. vLLM stops at all listed tokens (vllm/v1/engine/input_processor.py), so warm start, requests and
+Instruction-tuned policies also end turns with tokens that are not the tokenizer's: Llama 3's generation_config.json
+lists three tokens. vLLM stops at every listed token (vllm/v1/engine/input_processor.py), so warm start, requests and
 verifier have to use the whole list as well.
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 
 
 def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a completion. The first is the tokenizer's own token, which is forced at the end of a budget.
+    """Tokens that end a completion. The first is the tokenizer's end-of-sequence token, which is forced where a token
+    budget ends.
 
     policy: Hugging Face folder with generation_config.json or, without that file, config.json. Raises ValueError for
     a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids outside the policy's
@@ -24,7 +25,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
     text = text_config(policy)
-    # as in transformers, config.json serves where the folder has no generation_config.json
+    # as in transformers, config.json is read if the folder has no generation_config.json
     file = config_file
     entry: Any = config.get("eos_token_id", text.get("eos_token_id"))
     if generation_file.is_file():
@@ -33,7 +34,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     ids = entry if isinstance(entry, list) else [entry]
     if entry is None:
         ids = []
-    # the type is compared, since JSON's true is an int for isinstance
+    # type() is compared, since isinstance takes JSON's true for an int
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"{file}: eos_token_id is {entry!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")
@@ -45,7 +46,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def text_config(policy: str | Path) -> dict[str, Any]:
-    """config.json of the policy's folder, or text_config if the file has that part; empty without a file."""
+    """The content of the policy's config.json, or of the section text_config if present; empty without the file."""
     config = _read(Path(policy) / "config.json")
     return config.get("text_config") or config
 

@@ -27,20 +27,20 @@ from megatron_scalerl.record import record
 SAMPLE = 64
 """Rows at the beginning of a file from which the layout is detected."""
 UNPACKED = 1 << 28
-"""Largest size of unpacked unit tests that are read from one row (bytes)."""
+"""Largest size (bytes) to which the compressed unit tests of one row are unpacked."""
 UNLISTED = 3
-"""Rank, with 0 the best, of a layout whose reference column is replaced by prompts.answer_column of the recipe."""
+"""Rank (0 is the best) of a layout whose reference column is replaced by prompts.answer_column of the recipe."""
 CONTEXT = ("context", "passage", "article", "Body", "body")
 """Columns with the texts that a question is about, which are put before the question."""
 CHOICES = ("choices", "options", "endings")
-"""Columns of a multiple-choice question's answers."""
+"""Columns with the choices of a multiple-choice question."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
-"""Name of a column that holds a single choice."""
+"""Matches the name of a column that holds one of several choices."""
 _PLACE = re.compile(
     r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
     r"|\\includegraphics"
 )
-"""A place in a text that shows an image, a video or sound."""
+"""Finds the mark of an image, a video or sound in a text."""
 CHECKED = "generated_checker|checker|interactor|interaction_format"
 REFUSED = {
     r"(?:.*_)?(?:image|img|picture|figure|diagram|video|audio|speech)s?(?:_?(?:\d+|path|url|file|name|bytes)s?)*": (
@@ -49,10 +49,10 @@ REFUSED = {
     "tools|functions|documents|tool_calls|function_call": "tools and documents need an environment",
     CHECKED: "only tests with fixed expected outputs are supported",
 }
-"""Patterns of columns that make a row unusable, each with the reason.
+"""Pattern of columns that make a row unusable -> reason.
 
-The policy cannot answer without such a column, or the verifier cannot judge. With an environment, which may use the
-columns, only the first pattern is refused.
+The policy would need the column for the answer, or the verifier for the judgment, but does not get the column. With
+an environment, which may use the columns, only the first pattern is refused.
 """
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
@@ -71,14 +71,13 @@ class Question:
     """The question of a row."""
 
     text: str
-    """The question as one text, for ids and for the split; in a text of several messages each message has the role
-    before."""
+    """The question as one text, for ids and for the split; with several messages each content follows "ROLE: "."""
     messages: tuple[Mapping[str, str], ...] = ()
-    """Role and content of each message; empty for a text."""
+    """Role and content of each message, if the column holds messages; empty if the column holds a text."""
 
 
 class OtherTask(ValueError):
-    """The row is meant for another verifier than rewards.verifier."""
+    """Raised for a row that needs a verifier other than rewards.verifier."""
 
 
 @record
@@ -86,7 +85,7 @@ class Layout:
     """A layout: which columns of a file hold questions and references."""
 
     name: str
-    """Value of prompts.preset."""
+    """Name of the layout, by which prompts.preset chooses the layout."""
     question: tuple[str, ...]
     """Columns of the question."""
     reference: tuple[str, ...]
@@ -94,7 +93,7 @@ class Layout:
     verifier: str = ""
     """The verifier that can use the references; empty: any."""
     first: int = 0
-    """The number that means the first choice (0 or 1), if references are numbers of choices."""
+    """The number (0 or 1) by which a reference means the first choice."""
     rank: int = 0
     """The lowest rank wins among the layouts that fit a file."""
 
@@ -105,11 +104,11 @@ class Layout:
         return f"layout {self.name}: question in {question}, reference in {reference}".replace("?", "")
 
     def fits(self, row: Row) -> bool:
-        """Whether the row has all columns."""
+        """Whether the row has all columns of the layout, except optional columns."""
         return not any(_column_error(row, column) for column in (*self.question, *self.reference))
 
     def within(self, layout: Layout) -> bool:
-        """Whether `layout` has the same reference, and all of this layout's question columns and at least one
+        """Whether `layout` has the reference of this layout, all question columns of this layout, and at least one
         more."""
         columns = {column.removeprefix("?") for column in layout.question}
         return self.reference == layout.reference and {*self.question} < columns
@@ -126,9 +125,10 @@ class Layout:
         return Question(text=_with_references(row, text))
 
     def check_seen(self, row: Row, question: Question, verifier: str, *, episodes: bool) -> None:
-        """Raise ValueError for a row with `REFUSED` columns, or whose question is not text alone.
+        """Raise ValueError for a row with `REFUSED` columns, and for a question with an image, a video or sound.
 
-        verifier: a verifier of the user gets all columns. episodes: an environment gets the row.
+        verifier: module:function, which gets all columns, may use a checker's columns. episodes: whether an
+        environment gets the row.
         """
         question_value = _parsed(row.values.get(self.question[0].partition(".")[0]))
         parts = [row.values, *(question_value if isinstance(question_value, list) else [question_value])]
@@ -158,7 +158,7 @@ class Layout:
             letter = _letter(choices, parts[0], self.first)
             if letter is not None:
                 return letter
-            # columns A, B ... may hold something other than choices
+            # an error only for a column of CHOICES, since columns A, B ... may hold no choices
             if any(map(row.values.get, CHOICES)):
                 excerpt = str(parts[0])[:60]
                 raise ValueError(
@@ -168,7 +168,7 @@ class Layout:
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
             return json.dumps(list(chain.from_iterable(lists)))
-        # CodeContests has objects of lists
+        # CodeContests has an object of lists in each column
         if len(texts) > 1 and all(isinstance(part, dict) for part in lists):
             keys = [key for key in lists[0] if all(isinstance(part.get(key), list) for part in lists)]
             return json.dumps({key: [*chain(*(part[key] for part in lists))] for key in keys})
@@ -241,8 +241,10 @@ LAYOUTS = (
 )
 """All layouts that a file may have.
 
-A worked solution (rank 2), with a boxed answer, is the reference of a file without answers. Beside a question,
-`messages` (rank 2) are the whole conversation. MBPP+ has the columns of HumanEval (rank 1), and tests with numpy."""
+A worked solution has rank 2: the boxed answer is the reference only in a file without answers. `messages` have rank
+2, because in a file with a question the messages also contain the answer. HumanEval has rank 1, because MBPP+ has
+HumanEval's columns as well, and tests with numpy.
+"""
 
 
 def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layout, Iterator[Row]]:
@@ -272,14 +274,13 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 
 def other_task(row: Row, layout: Layout) -> bool:
-    """Whether a row lacks the reference but has the reference's outer column, as rows for another verifier have."""
+    """Whether a row lacks the reference (a.b) but has the outer column (a), as rows for a different verifier have."""
     absent_columns = [column for column in layout.reference if _column_error(row, column)]
     return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in absent_columns)
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
-    """The layouts that agree with prompts.preset, prompt_column and answer_column of the recipe, without
-    repetition."""
+    """The layouts to try, each once, after prompts.preset, prompt_column and answer_column are applied."""
     layouts = list(LAYOUTS)
     if prompts.preset is not None:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
@@ -297,20 +298,20 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
         ]
     if question or reference:
         layouts = [replace(x, name=f"{'+'.join(x.question)}/{'+'.join(x.reference)}") for x in layouts]
-    # several layouts are now equal; the last of equal keys, with the lowest rank, stays
+    # prompt_column and answer_column make layouts equal: of equal layouts the last, with the lowest rank, stays
     by_rank = sorted(layouts, key=lambda layout: -layout.rank)
     return list({(layout.question, layout.reference): layout for layout in by_rank}.values())
 
 
 def _serves(layout: Layout, verifier: str) -> bool:
-    """Whether a verifier can use the references; a verifier of the user can use all references."""
+    """Whether a verifier can use the references; a user's verifier, module:function, can use all references."""
     return layout.verifier in ("", verifier) or ":" in verifier
 
 
 def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifier: str) -> Layout:
     fitting = [layout for layout in layouts if any(map(layout.fits, rows))]
     usable = {layout.name: [_pair(layout, row, verifier) for row in rows] for layout in fitting}
-    # a column may be there and empty in all rows: layouts that give no question and reference do not count
+    # a column may be empty in all rows: layouts that give no pair of question and reference are left out
     fitting = [layout for layout in fitting if any(usable[layout.name])] or fitting
     if not fitting:
         columns = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
@@ -362,7 +363,8 @@ def _column_error(row: Row, column: str) -> str:
 
 
 def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
-    """The values of all columns but for optional columns that are absent or empty."""
+    """The values of the columns, without optional columns that are absent or empty. Raises ValueError for a missing
+    column."""
     if problem := next(filter(None, (_column_error(row, column) for column in columns)), ""):
         raise ValueError(f"{row.where}: {problem}")
     pairs = [(column, _at(row.values, column.removeprefix("?"))[0]) for column in columns]
@@ -376,7 +378,7 @@ def _parsed(value: Any) -> Any:
             return json.loads(value)
         except (ValueError, RecursionError):
             pass
-        if re.match(r"[\s\[{]+'", value):  # a file made from a data frame has Python's notation
+        if re.match(r"[\s\[{]+'", value):  # a file that was written from a data frame has Python's notation
             try:
                 return json.loads(json.dumps(ast.literal_eval(value.strip())))
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -390,26 +392,27 @@ def _choices(row: Row) -> dict[str, str]:
     columns = [row.values[name] for name in sorted(filter(_CHOICE.fullmatch, row.values))]
     if choices is None and len(columns) > 1 and all(isinstance(value, str | None) for value in columns):
         choices = columns
-    if _is_conversation(choices):  # the form of NeMo Gym
+    if _is_conversation(choices):  # NeMo Gym has a list of objects, letter: text
         choices = dict(chain.from_iterable(choice.items() for choice in choices))
     if isinstance(choices, list):
         choices = dict(zip(string.ascii_uppercase, choices))
     if not isinstance(choices, dict):
         return {}
-    if all(isinstance(choices.get(key), list) for key in ("label", "text")):  # the form of ARC
+    if all(isinstance(choices.get(key), list) for key in ("label", "text")):  # ARC has the lists `label` and `text`
         choices = dict(zip(map(str, choices["label"]), choices["text"]))
     texts = {letter: str(value) for letter, value in choices.items() if isinstance(value, (str, int, float))}
-    # AQuA repeats the letter in the text
+    # AQuA repeats the letter before the choice's text
     if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):
         texts = {letter: text.lstrip("(")[2:].strip() for letter, text in texts.items()}
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
 
 def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
-    """The letter of the right choice. The reference is the choice's letter, number, text, or letter and text.
+    """The letter of the right choice.
 
-    A letter comes first. None for a reference that means no choice or several choices, such as a number that is also
-    a choice's text.
+    value: the reference, which is the choice's letter, number, text, or letter and text. first: number of the first
+    choice. A choice found by letter is preferred. None for a reference that means no choice or several choices, such
+    as a number that is also a choice's text.
     """
     parsed = _parsed(value)
     if isinstance(parsed, list) and len(parsed) == 1:
@@ -427,12 +430,12 @@ def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
 
 
 def _plain_text(value: Any) -> str:
-    """A text for comparisons: in lower case, without extra spaces and the signs around a letter or a formula."""
+    """A text for comparisons: in lower case, with single spaces in place of spaces, brackets and the signs . : , $"""
     return " ".join(re.split(r"[\s().:,$]+", str(value).casefold())).strip()
 
 
 def leaves(value: Any) -> list[Any]:
-    """The texts and numbers in a value, without empty texts."""
+    """The texts and numbers in a nested value, without empty texts, zeros and NaN."""
     leaf_values = []
     remaining_parts = [value]
     while remaining_parts:
@@ -447,10 +450,10 @@ def leaves(value: Any) -> list[Any]:
 
 
 def _with_references(row: Row, text: str) -> str:
-    """A question with the contexts before and the choices behind the text."""
+    """A question: the row's contexts (`CONTEXT`), the text, and the choices."""
     about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
     choices = _choices(row)
-    # some sets write the choices into the question as well
+    # some data sets have the choices in the question's text already
     if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(value)}", text) for letter, value in choices.items()):
         text = "\n".join((f"{text}\n", *(f"{letter}. {value}" for letter, value in choices.items())))
     contexts = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
@@ -472,7 +475,7 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
             raise ValueError(f"{row.where}: every message in {column!r} has to have a role and a text")
         refuse_surrogates(row.where, column, content)
         messages.append({"role": ROLES.get(role, role), "content": content})
-    while len(messages) > 1 and messages[-1]["role"] == "assistant":  # a row of a warm start ends with the answer
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":  # removes a warm-start row's answer
         messages.pop()
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(
@@ -486,7 +489,8 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """The reference as text: the only element of a list; tests as a JSON text or as lines of Python."""
+    """A column's reference as text: the only element of a list; for `code`, tests as a JSON text or lines of
+    Python."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
         value = parsed
@@ -505,7 +509,8 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
 
 
 def _unpacked(text: str) -> str:
-    """LiveCodeBench's private tests: a pickled text, compressed, in base64. The text is read, nothing unpickled."""
+    """LiveCodeBench's private tests, a compressed pickle in base64: the pickle's text is read without unpickling. Any
+    value of another form is returned unchanged."""
     if not re.fullmatch(r"eJ[A-Za-z0-9+/=\n]+", text):
         return text
     try:

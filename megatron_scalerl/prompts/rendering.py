@@ -13,11 +13,11 @@ CHUNK = 1024
 
 
 class PromptRenderer:
-    """Renders problems as the recipe says: template, chat template, think prefill, first token.
+    """Renders problems by the recipe: prompt_template, chat template, think prefill, beginning-of-sequence token.
 
-    `tokenizer` is a Hugging Face tokenizer; `prompts` is settled (`prompts.chat`). Raises ValueError for a template
-    without `{prompt}`, for settings that no chat template reads, and for a chat template whose think tags are not the
-    recipe's.
+    tokenizer: Hugging Face's. prompts: without `auto` (`Chat.settled`). Raises ValueError for a template without
+    `{prompt}`, for settings of a chat template if prompts use none, and for a chat template whose think tags are not
+    the recipe's.
     """
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection):
@@ -38,7 +38,7 @@ class PromptRenderer:
     def check(self, question: Question, place: str, column: str) -> None:
         """Raises ValueError for several messages without a chat template, and for a text with a special token."""
         if token := next((token for token in self.special if token in question.text), ""):
-            # the policy would read the text as that token
+            # the tokenizer would encode the text as the special token
             raise ValueError(f"{place}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
             raise ValueError(
@@ -90,7 +90,7 @@ class PromptRenderer:
             raise ValueError("prompts.system is set, but the chat template leaves the system message out")
         tags = tags_in(source + sample_prompt)
         if tags and not end and sample_prompt.rstrip().endswith(tags[1]):
-            # the prompt closes thinking, so the policy answers without thinking
+            # the prompt closes thinking, so the policy answers without thinking, and needs no tags in the recipe
             return
         if tags and (end != tags[1] or start not in ("", tags[0].strip())):
             raise ValueError(
@@ -105,7 +105,7 @@ class PromptRenderer:
             )
 
     def token_ids(self, problems: Sequence[Question | str]) -> list[tuple[int, ...]]:
-        """[problems][P] tokens of the rendered prompts."""
+        """Tokens of the rendered prompt for each problem, [problems][P]."""
         rendered: list[tuple[int, ...]] = []
         for start in range(0, len(problems), CHUNK):
             texts = [self.text(problem) for problem in problems[start : start + CHUNK]]
@@ -123,7 +123,8 @@ class PromptRenderer:
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
-    """Raise ValueError unless the model has a row for every token of the tokenizer; padded rows are fine."""
+    """Raise ValueError unless the model has a row for every token of the tokenizer; the model may have more rows, as
+    padding."""
     needed_rows = 1 + max(tokenizer.get_vocab().values())
     if model_vocabulary < needed_rows:
         raise ValueError(

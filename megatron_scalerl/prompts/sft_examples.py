@@ -1,7 +1,7 @@
 """Examples for the warm start: rows of a file as tokens, with the forced phrase excluded from the loss.
 
-The phrase is searched in the text, and character offsets give the phrase's tokens. A search among the tokens would
-miss the phrase: byte-pair vocabularies merge the first and last characters with the characters around the phrase. A
+The forced phrase is searched in the text, and character offsets tell the phrase's tokens. A search for the phrase's
+tokens would fail, because byte-pair vocabularies merge the first and last characters with neighboring characters. A
 token with a part of the phrase and a neighboring character is excluded from the loss too, or else the policy would
 learn to begin the phrase.
 """
@@ -32,7 +32,7 @@ class Examples:
     """Entries for skipped rows: file, line, tokens of the row and tokens allowed."""
 
     def lines(self) -> list[str]:
-        """The skipped rows as text."""
+        """A report of the skipped rows, as lines of text; empty if no row was skipped."""
         if not self.too_long:
             return []
         head = f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):"
@@ -80,7 +80,7 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
 
 
 class _ForcedPhrase:
-    """Finds the tokens of the phrase and the closing tag in a completion."""
+    """Finds the tokens of the recipe's forced phrase and closing think tag in a completion."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -88,14 +88,14 @@ class _ForcedPhrase:
         tag = recipe.prompts.think_end
         self._phrase = phrase.strip()
         self._tag = tag
-        # data from other sources may differ in the whitespace before the tag
+        # the whitespace before the tag may differ in examples that this package did not write
         blanks = re.escape(phrase[: len(phrase) - len(phrase.lstrip())])
         self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
         self._encoder: Tokenizer | None = None
 
     def loss_mask(self, row: Row, ids: Sequence[int]) -> list[bool]:
         """Return [T] booleans, False for every token with a character of phrase or tag. Raises ValueError, naming the
-        line."""
+        line, for a phrase without tag."""
         completion = row.values["completion"]
         if not self._phrase or self._phrase not in completion:
             return [True] * len(ids)
@@ -119,7 +119,7 @@ class _ForcedPhrase:
                 "mask the forced phrase; take a fast tokenizer (tokenizer.json)"
             )
         if self._encoder is None:
-            # the post-processor is removed: it excludes whitespace from the offsets in byte-level vocabularies
+            # the post-processor of byte-level vocabularies would leave whitespace out of the offsets
             self._encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             self._encoder.post_processor = None
             self._encoder.no_padding()
@@ -133,13 +133,13 @@ class _ForcedPhrase:
 def _with_end_token(
     row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """(tokens, mask) with an end of sequence, which is appended where none is; unchanged if `ends` is empty."""
+    """(tokens, mask) with an end token, appended if missing; unchanged if `ends`, the end tokens, is empty."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     if at < len(ids) - 1:
         raise ValueError(
-            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; with sft.add_eos only the last token may"
+            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; with sft.add_eos only the last may do so"
         )
     if at < len(ids):
         return ids, mask
@@ -157,7 +157,7 @@ def _longest(recipe: Recipe) -> tuple[str, int]:
 
 
 def _rows(path: str | None) -> list[Row]:
-    """The rows of a file, whose prompts and completions are texts."""
+    """The rows of a .jsonl file. Raises ValueError if a prompt or a completion is not a text."""
     if path is None:
         raise ValueError("sft.path is missing; name a .jsonl file with the columns prompt and completion")
     file = Path(path)

@@ -19,15 +19,15 @@ import pyarrow.parquet
 from megatron_scalerl.record import record
 
 LISTED = 10
-"""Skipped rows that a report lists in full."""
+"""Number of skipped rows that a report lists in full."""
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")
 """Files of a dataset folder that hold no rows."""
 SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
-"""Matches shards such as `train-00000-of-00002` of the split `train`, as on the Hugging Face hub."""
+"""Matches the file names of shards on the Hugging Face hub, such as `train-00000-of-00002` of the split `train`."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
-"""Files with these names are splits; all other files are parts of `train`."""
+"""A file with a name in this list is the split of that name; a file with any other name is a part of `train`."""
 MOST_TIMES = 200
-"""Largest ratio of a compressed file's content to the file's size."""
+"""Largest accepted ratio of a compressed file's content to the file's size."""
 LEAST_BOUND = 1 << 28
 """Size of content (bytes) that every compressed file may have, whatever the ratio."""
 
@@ -51,11 +51,11 @@ class Row:
 
 
 def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
-    """The rows of a file of a kind in `READERS`, or of a folder.
+    """The rows of a file whose ending is in `READERS`, or of a folder.
 
-    A folder was written by `datasets.save_to_disk` or contains such files; `split` selects among several splits. An
-    invalid line is a row with a problem. Raises ValueError, in one line, for a missing path, a file of another type,
-    an invalid file, and several splits without a selection.
+    A folder was written by `datasets.save_to_disk` or contains files with endings in `READERS`; `split` selects among
+    several splits. An invalid line becomes a Row with `problem`. Raises ValueError, in one line, for a missing path,
+    a file with an ending that is not in `READERS`, an invalid file, and several splits without `split`.
     """
     path = Path(path)
     if path.is_dir():
@@ -67,14 +67,14 @@ def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
 
 
 def _check_size(path: Path, nbytes: int) -> None:
-    """Raises ValueError if the content is larger than a compressed file of this size plausibly holds."""
+    """Raises ValueError if `nbytes`, the content so far, exceeds the bound for a compressed file of this size."""
     limit = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
     if nbytes > limit:
         raise ValueError(f"{path}: the unpacked content exceeds {limit:,} bytes, too much for a file of this size")
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Open a file, through gzip if the name ends in .gz. Raises ValueError for a file with too much content."""
+    """Open a file, through gzip if the name ends in .gz. Raises ValueError if `_check_size` does."""
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:
@@ -107,7 +107,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             content = json.load(file)
     except (ValueError, RecursionError):
         content = None
-    # a single object of several lines is also a row; JSON lines fail above, at the second line
+    # an object over several lines is one row; a file of JSON lines has failed to load above, at the second line
     if isinstance(content, dict):
         content = content["data"] if isinstance(content.get("data"), list) else [content]
     if not isinstance(content, list):
@@ -164,7 +164,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             try:
                 yield _row(place, json.loads(line))
             except (ValueError, RecursionError) as error:
-                # JSON with thousands of digits, or of brackets, also raises here
+                # json also fails for numbers with thousands of digits, and for thousands of nested brackets
                 problem = f"the line is not JSON: {str(error).partition(';')[0]}"
                 yield Row(where=place, values={}, problem=problem)
 
@@ -193,7 +193,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""Reader of a file's rows, by the ending of the file's name."""
+"""Ending of a file's name -> function that reads the rows."""
 
 
 def _read_folder(path: Path, split: str | None) -> Iterator[Row]:
@@ -256,13 +256,13 @@ def refuse_surrogates(place: str, column: str, text: str) -> None:
 
 
 def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
-    """The columns that a custom verifier gets besides `columns`.
+    """The columns besides `columns`, for a custom verifier.
 
-    Journals hold these columns: raises ValueError for a value that JSON cannot represent.
+    Raises ValueError for a value that JSON cannot represent, because the run's journals hold the columns as JSON.
     """
     extra_columns = {name: value for name, value in row.values.items() if name not in columns}
     for name, value in extra_columns.items():
-        if hasattr(value, "isoformat"):  # Parquet has values of time
+        if hasattr(value, "isoformat"):  # Parquet has dates and times
             extra_columns[name] = value.isoformat()
         try:
             msgspec.json.encode({name: extra_columns[name]})

@@ -19,10 +19,10 @@ PROBE = "def f(x):\n    return x + 12 * 345  # Größe, 数学, 👍\n\n\tThe an
 def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a Hugging Face folder so that texts are encoded as in tokenizer.json.
 
-    A class named in tokenizer_config.json may build another pipeline: transformers 5 drops every space of a
-    byte-level tokenizer.json with `tokenizer_class: LlamaTokenizerFast`. Where the two encode a text differently,
-    tokenizer.json decides. Raises ValueError for a folder without a tokenizer, or with a tokenizer that only the
-    release's code reads.
+    The class that tokenizer_config.json names may encode differently from tokenizer.json: as LlamaTokenizerFast,
+    transformers 5 drops every space of a byte-level tokenizer.json. If the class encodes PROBE differently,
+    transformers' plain class for tokenizer.json is used. Raises ValueError for a folder without a tokenizer, and for
+    a tokenizer that only Python code in the folder can read.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file() and Path(path, "tiktoken.model").is_file():
@@ -31,8 +31,8 @@ def load_tokenizer(path: str | Path) -> Any:
             "never run; convert the file to tokenizer.json (docs/families.md)"
         )
     config = None
-    with suppress(ValueError):  # the tokenizer of any other model is read as well
-        # transformers alone does not read the configuration of Kimi-K2
+    with suppress(ValueError):  # without a supported config the tokenizer is still read
+        # `config` is passed on, because transformers alone cannot read the configuration of Kimi-K2
         config = read_hf_config(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
@@ -40,7 +40,7 @@ def load_tokenizer(path: str | Path) -> Any:
         cause = " ".join(str(error).split())
         raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({cause})") from None
     files = list(tokenizer.vocab_files_names.values())
-    # without files, transformers makes an empty tokenizer
+    # from a folder without the tokenizer's files, transformers makes an empty tokenizer
     if files and not any(Path(path, name).is_file() for name in files):
         raise ValueError(
             f"policy.path: there is no tokenizer in {path}: {', '.join(files)} are missing; copy the files from "
@@ -71,7 +71,8 @@ def _ids(tokenizer: Any) -> list[int]:
 def policy_tokenizer(recipe: Recipe, hf_config: PretrainedConfig) -> Any:
     """The tokenizer in policy.path.
 
-    Raises ValueError for a missing tokenizer, and for a model with fewer rows than the tokenizer has tokens.
+    Raises ValueError for a missing tokenizer, and for a model whose embedding has fewer rows than the tokenizer has
+    tokens.
     """
     tokenizer = load_tokenizer(recipe.policy.path)
     check_vocabulary(tokenizer, hf_config.get_text_config().vocab_size)

@@ -4,16 +4,16 @@
 
 The context of an episode: `first` renders the messages before the first turn. After each turn `next` gives the tokens
 to append: the end of the turn if the policy did not sample the end, the new messages, the opening of the next turn.
-Where the recipe strips thinking and the template drops thinking that is in the context, `next` gives a whole new
+If environment.thinking is strip, and the template drops thinking that is in the context, `next` gives a whole new
 context.
 
-To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for thoughts
-that the template may drop. A short conversation has to give the same text for the same messages: else the template
-would have rendered the context differently, had the template seen the whole conversation.
+To find the texts between turns, the template renders the conversation with stand-ins for the policy's answers, and
+for thoughts that the template may drop. The text for the newest messages has to be the same after a single question:
+else the text depends on earlier messages, and cannot be appended.
 
-Messages come from an untrusted environment. A mark after the first character of a special token in a message splits
-the text there before encoding, so that the policy reads characters. Stand-ins and marks have a random key, which is
-in no other text.
+Messages come from an untrusted environment. If a message has the text of a special token, a mark after the first
+character splits the text before encoding, so that the policy reads characters, not the token. Stand-ins and marks
+contain a random key, so that no message can imitate one.
 """
 
 import re
@@ -28,7 +28,7 @@ from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.record import record
 
 OUTPUT = {"role": "tool", "content": "2", "name": "f", "tool_call_id": "123456789"}
-"""A tool's message that a template renders as a sample."""
+"""A sample message of a tool, to try a template with."""
 
 
 @record
@@ -44,9 +44,9 @@ class PastTurn:
 class TurnRenderer:
     """Renders the messages of an environment between the turns of the policy.
 
-    tokenizer: Hugging Face's. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
-    schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError as
-    `PromptRenderer`, and for a template that cannot have several turns.
+    tokenizer: Hugging Face's. prompts: without `auto` (`Chat.settled`). end_ids: tokens that end a completion. tools:
+    JSON schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError
+    as `PromptRenderer`, and for a template that cannot have several turns.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TurnRenderer:
         self._mark = f"{self._key};"
         source = tokenizer.get_chat_template(tools=tools or None) if prompts.chat_template else ""
         added_tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
-        # the tokens of roles are not special in some tokenizers
+        # some tokenizers do not list the tokens of roles as special, so added tokens in the template count too
         words = self._prompt.special.union(word for word in added_tokens if word.strip() and word in source)
         self._words = re.compile(f"(?={'|'.join(map(re.escape, words))}).", re.DOTALL)
         self._tools = self._with_marks(tools)
@@ -75,7 +75,8 @@ class TurnRenderer:
             self._measure(source)
 
     def _measure(self, source: str) -> None:
-        """Find the text with which the template opens a turn, and try the template with two turns."""
+        """Set the text with which the template opens a turn, and try the template with two turns. Raises ValueError
+        as `next`."""
         sample_prompt = apply_template(self._tokenizer, self._prompts, [QUESTION])
         sample_messages = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
         self._opening = self._prompt.prefilled(sample_prompt).removeprefix(sample_messages).lstrip()
@@ -85,15 +86,15 @@ class TurnRenderer:
         self.next([[QUESTION], new, new], [turn, turn])
 
     def first(self, messages: Messages) -> list[int]:
-        """[P] tokens of the messages before the first turn, ending with the text that opens the turn."""
+        """Tokens [P] of the messages before the first turn, and of the text that opens the turn."""
         return self._first_tokens(self._pieces([messages])[0])
 
     def next(self, messages: Sequence[Messages], turns: Sequence[PastTurn]) -> tuple[list[int], bool]:
         """Return (tokens, whether the tokens are the whole context). If not, the caller appends the tokens to the
         context.
 
-        messages: [turns + 1] lists, each before a turn, the last list new. Raises ValueError for a template that
-        fails, or whose text for the new messages depends on earlier messages.
+        messages: turns + 1 lists: the messages before each past turn, and the new messages. Raises ValueError for a
+        template that fails, or whose text for the new messages depends on earlier messages.
         """
         if not turns:
             return self.first(messages[0]), False
@@ -107,23 +108,23 @@ class TurnRenderer:
                 "differently after other messages, so the text cannot be appended to the context; correct the "
                 "template, or set prompts.chat_template false"
             )
-        # the context has all turns that the template showed before the last turn, and the last turn
+        # no new context if the template still shows the last turn as a whole, and earlier turns as in the last call
         if not self._strips or {*self._pieces(messages[:-1])[1::2], f"w{len(turns) - 1}"} <= set(turn_names):
             return self._next_tokens(pieces[-1], list(turns[-1].token_ids)), False
         context = self._first_tokens(pieces[0])
         for turn, name, text in zip(turns, turn_names, pieces[2::2]):
             ids = list(turn.token_ids)
             if name.startswith("a"):
-                # the answer is left: no thinking, no token if thinking did not end, and no white space after thinking
+                # only the answer's tokens stay, without white space at the start; none if thinking did not end
                 answer = ids[turn.answer_start or len(ids) :]
                 ids = list(dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), answer))
             context += ids + self._next_tokens(text, ids)
         return context, True
 
     def _pieces(self, messages: Sequence[Messages]) -> list[str]:
-        """[text, turn, text, ..., text] of a conversation.
+        """A conversation as [text, turn, text, ..., text].
 
-        A turn is a number, after a "w" for the whole turn or an "a" for the answer alone.
+        A turn is "w" (the whole turn) or "a" (the answer alone) and the turn's number.
         """
         if not self._prompts.chat_template:
             text = "".join(str(message["content"]) for message in messages[0])
@@ -144,7 +145,8 @@ class TurnRenderer:
         while remaining_parts:
             name, text, *remaining_parts = remaining_parts
             if name.startswith("t") and remaining_parts:
-                # the whole turn, up to the answer's mark; the opening may have lost the line end, or gained the tag
+                # a thought directly before the answer's stand-in is a whole turn; the template may strip the
+                # opening's line end, or add the think tag
                 opening = self._opening.rstrip()
                 text_before = pieces[-1].rstrip()
                 if not text_before.endswith(opening):
@@ -162,7 +164,7 @@ class TurnRenderer:
         return pieces
 
     def _with_marks(self, value: Any) -> Any:
-        """A copy of a value in which every special token of a text is split by the mark."""
+        """A copy of a message or tool in which the mark splits the text of every special token."""
         if isinstance(value, str):
             return self._words.sub(rf"\g<0>{self._mark}", value)
         if isinstance(value, Mapping):
@@ -172,11 +174,11 @@ class TurnRenderer:
         return value
 
     def _first_tokens(self, text: str) -> list[int]:
-        """The tokens with which a context begins."""
+        """The tokens of the context's first text, after a beginning-of-sequence token if prompts.add_bos is set."""
         return list(self._prompt.with_bos(self._encode(text)))
 
     def _next_tokens(self, text: str, ids: Sequence[int]) -> list[int]:
-        """The tokens of a text that follows a turn, whose tokens are `ids`."""
+        """The tokens of the text after a turn with the tokens `ids`, without an end token that the turn has."""
         tokens = self._encode(text.lstrip())
         if not self._end_ids.intersection(tokens[:1]):
             raise ValueError(

@@ -14,19 +14,19 @@ _REQUIRED_KEYS = ("name", "steps", "policy", "prompts")
 
 @record
 class RecipeFile:
-    """A recipe file among several."""
+    """One of the recipe files that `listed` returns."""
 
     name: str
     """The file's stem."""
     file: Path
     overlay: bool
-    """Whether the file is an overlay, which is merged into the base recipe."""
+    """Whether the file lacks keys of a whole recipe, and so is an overlay to merge into a base recipe."""
 
 
 def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
-    """The files among `sources`, and the files (*.yaml) of the folders among `sources`, by name.
+    """A RecipeFile for each file in `sources`, and for each *.yaml file of a folder in `sources`.
 
-    Raises RecipeError for a folder without recipes, and for two files of one name.
+    Raises RecipeError for a folder without recipes, and for two different files with the same name.
     """
     files: list[Path] = []
     for source in map(Path, sources):
@@ -35,7 +35,7 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
             recipes = sorted(source.glob("*.yaml"))
         if not recipes:
             raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
-        # a file that is named and also lies in a named folder counts once
+        # a file counts once, even if `sources` has both the file and the file's folder
         files += [
             file for file in recipes if file.absolute() not in {earlier_file.absolute() for earlier_file in files}
         ]
@@ -50,7 +50,7 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
 
 
 def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The whole recipe of a file; an overlay is laid over `base`. Raises RecipeError."""
+    """The whole recipe of a file; an overlay is merged into `base`. Raises RecipeError, also if `base` is missing."""
     if not item.overlay:
         return load_recipe(item.file, overrides)
     if base is None:
@@ -63,7 +63,7 @@ def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] 
 
 
 def same_recipes(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """For each duplicate recipe, the name of an earlier recipe with the same settings but for name and folder."""
+    """Duplicate's name -> name of the first recipe whose settings are equal, except for name and output folder."""
     first: dict[str, str] = {}
     first_names = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
     return {name: first_name for name, first_name in first_names.items() if name != first_name}
@@ -76,6 +76,6 @@ def _text(recipe: Recipe) -> str:
 def resolve_seeds(
     item: RecipeFile, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
 ) -> list[Recipe]:
-    """Copies of the recipe, one for each seed, with the seed appended to the recipe's name. Raises RecipeError."""
+    """Copies of the recipe, one for each seed, with the seed appended to the recipe's name. Raises as `resolve`."""
     name = resolve(item, base, overrides).name
     return [resolve(item, base, [*overrides, f"seed={seed}", f"name={name}_seed{seed}"]) for seed in seeds]

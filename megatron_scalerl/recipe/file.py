@@ -1,8 +1,8 @@
 """Reads recipe files with overlays and overrides. Every error is one line.
 
-An overlay is a file with differences from a recipe, and so serves recipes of every size; recipes/ablations has some
-overlays. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays. The files that
-a recipe names are looked for before heavy packages are imported.
+An overlay is a file with changes to a recipe, and can be applied to many recipes; recipes/ablations has overlays.
+Every command that takes a recipe and overrides also takes overlays, as the override `overlay=FILE`. `check_policy`
+and `check_prompts` look for the files that a recipe names, and import no heavy package.
 """
 
 import functools
@@ -24,11 +24,11 @@ from megatron_scalerl.recipe.sections import section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
-"""The recipe files that list all keys, for error messages."""
+"""The source files that declare all keys of a recipe, as named in error messages."""
 OVERLAY = "overlay"
-"""The override `overlay=FILE`, which is no key of a recipe, merges a file into the settings so far."""
+"""Name of the override `overlay=FILE`, which merges FILE into the settings that precede the override."""
 _warn = functools.cache(logging.getLogger(__name__).warning)
-"""Logs each text only once."""
+"""Logs a warning, unless the same text was logged before."""
 _APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
@@ -39,8 +39,8 @@ class RecipeError(ValueError):
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in the order of the arguments.
 
-    A section of an overlay is merged with the same section below; any other value replaces the value below. An
-    overlay without `name` appends the name of the file, so that the run is another run, in another folder.
+    A section of an overlay is merged into the recipe's section; any other value replaces the recipe's value. An
+    overlay without `name` appends the overlay's file name to the run's name, so that the run has a folder of its own.
 
     Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest key, if there is a near
     key), a wrong type, and settings that contradict each other.
@@ -55,7 +55,8 @@ def load_recipe_for(
 ) -> Recipe:
     """The recipe in `path`, a run's recipe.yaml for example, or the defaults, with `policy` as the policy's folder.
 
-    Steps and training prompts are not needed; `prompts` replaces the training prompts. Raises as `load_recipe`.
+    The settings may lack steps and training prompts; `prompts` takes the place of missing training prompts. Raises as
+    `load_recipe`.
     """
     files = []
     data: dict[str, Any] = {"name": "evaluation", "steps": 1}
@@ -67,23 +68,24 @@ def load_recipe_for(
             raise RecipeError(
                 f"{path}: {key} is {_value_text(data[key])}; it has to be a section with keys and values"
             )
-    # a run's megatron_path holds the run's first weights, not those of `policy`, which contain the adapters
+    # the folder `policy` has newer weights than a run's megatron_path, with the adapters merged: reset the keys
     reset_keys = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | reset_keys | {"path": str(policy)}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
-    # the section algorithm belongs to the training alone
+    # only training reads the section `algorithm`
     return _overridden(data, files, overrides, without=("algorithm",))
 
 
 def _overridden(
     data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str], *, without: Sequence[str] = ()
 ) -> Recipe:
-    """Build the recipe from `data`, read from `files`, after the overrides and without some of the sections."""
+    """Apply the overrides to `data`, drop the sections in `without`, and validate. files: the files that `data` is
+    from."""
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
-            # later overrides may set keys of the section
+            # a name alone becomes a section, because the next overrides may set keys of the section
             data[section] = section_of(data.get(section, {}))
         key, _, value = item.partition("=")
         if key == OVERLAY:
@@ -100,7 +102,7 @@ def _overridden(
 
 
 def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge two nested settings, section by section. A setting of `over` replaces that of `data`."""
+    """Merge two nested settings, section by section. Where both have a value, the value of `over` remains."""
     sections = {
         key: merged(data[key], value)
         for key, value in over.items()
@@ -115,9 +117,9 @@ def load_run_recipe(run_dir: str | Path) -> Recipe:
 
 
 def validated(data: dict[str, Any], files: Iterable[Path]) -> Recipe:
-    """The recipe of the sections in `data`. Raises `RecipeError`.
+    """The recipe with the sections in `data`. Raises `RecipeError`, in one line, if the schema refuses `data`.
 
-    files: the files that `data` comes from, in the order of loading.
+    files: the files that `data` comes from, in the order of loading, for the error.
     """
     try:
         return local_recipe(Recipe.model_validate(data))
@@ -136,7 +138,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
-    # model_construct checks nothing, so keys without a default are missing here
+    # model_construct checks nothing, so `defaults` lacks the keys that have no default
     defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
     return merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
@@ -163,7 +165,7 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
 
 
 def _rename(data: dict[str, Any], place: str) -> None:
-    """Give settings of version 0.2 their present names, and log the changes in one line."""
+    """Replace the settings of version 0.2 in `data`, and log all changes in one line that starts with `place`."""
     changes = ", ".join(rename_former(data))
     if changes:
         _warn(f"{place}: settings of version 0.2: {changes}")
@@ -175,7 +177,7 @@ def _parsed(text: str, place: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{place}: {_yaml_problem(error)}") from None
-    except ValueError as error:  # a date in month 13
+    except ValueError as error:  # PyYAML's error for a date in month 13
         raise RecipeError(f"{place}: a value cannot be read: {error}") from None
 
 
@@ -186,7 +188,8 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def override(data: dict[str, Any], item: str) -> None:
-    """Set the `key.path=value` of `item` in nested settings. Raises `RecipeError` for a text of another form."""
+    """Set the `key.path=value` of `item` in nested settings. Raises `RecipeError` if `item` is not of this form, the
+    value is not YAML, or the path leads through a single value."""
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
@@ -194,7 +197,7 @@ def override(data: dict[str, Any], item: str) -> None:
     if re.fullmatch(r"algorithm|(prompts\.tasks\.\w+\.)?environment", key) and isinstance(value, str):
         key += ".name"
     *parents, last = key.split(".")
-    # sections that no file states begin here; the schema refuses unknown sections later, naming the nearest key
+    # a section that is not in `data` is created; the schema refuses unknown sections later, naming the nearest key
     node = data
     for name in parents:
         node[name] = section_of(node.get(name) or {}) if name == "environment" else node.get(name, {})
@@ -220,7 +223,8 @@ def _place(detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> str:
-    """The mistake in the value of a key. problems: pydantic's problems, for each member of a union."""
+    """The error line about `key`. first: the problem to report; problems: pydantic's problems, one for each union
+    member."""
     kind = first["type"]
     value = first["input"]
     last = key.rpartition(".")[2]
@@ -233,13 +237,13 @@ def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> st
     if kind == "missing":
         return f"{key} is missing; set a value, since the key has no default"
     if kind == "value_error":
-        # the check of a section names a key of the section, the check of a value does not
+        # the error of a section's validator starts with a key of the section, a value's error does not
         separator = "." if isinstance(value, dict) else ": "
-        # a check of the whole recipe has an empty key, so the line would begin with the separator
+        # `key` is empty for a validator of the whole recipe, so the line would begin with the separator
         return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
-    # pydantic's demands, for each member of a union: "Input should be a valid integer"
+    # pydantic has one message for each member of a union, such as "Input should be a valid integer"
     demands = [detail["msg"].partition("should ")[2] for detail in problems]
     return f"{key} is {_value_text(value)}; it should {' or '.join(demands)}"
 
@@ -254,7 +258,8 @@ def _value_text(value: Any) -> str:
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Yield the paths of all keys of the schema, sections included. NAME stands for a key that the user chooses."""
+    """Yield the paths of all keys of the schema, sections included. NAME stands for a name that the user chooses,
+    such as a task's."""
     for name, info in model.model_fields.items():
         yield prefix + name
         kinds: tuple[Any, ...] = (info.annotation,)
@@ -270,13 +275,14 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
 
 
 def _keys_for(key: str) -> list[str]:
-    """The valid keys, with the name of the task or teacher that `key` belongs to, if any."""
+    """The valid keys of a recipe. If `key` belongs to a task or a teacher, the name replaces NAME in the keys."""
     section, _, name = key.rpartition(".")[0].rpartition(".")
     return [k.replace(f"{section}.NAME.", f"{section}.{name}.") for k in valid_keys()]
 
 
 def check_policy(recipe: Recipe) -> None:
-    """Raises ValueError where a folder of the policy is missing, or is not of the expected kind."""
+    """Raises ValueError if policy.path or policy.adapter has no configuration file, or policy.megatron_path is no
+    folder."""
     section = recipe.policy
     refuse_adapter(section.path)
     if not Path(section.path, "config.json").is_file():

@@ -17,16 +17,16 @@ _FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
 
 
 def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
-    """Return the folder in the Hugging Face cache for a name; `path` unchanged if it exists, or if the name is not
-    cached.
+    """Return the folder in the Hugging Face cache if `path` is a name on the hub; else, or if not cached, `path`
+    unchanged.
 
     download: fetch a name that is not cached, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if the
     download fails.
     """
     name = _NAME.fullmatch(path)
     if name is None or Path(path).exists() or _FILE.fullmatch(path) or find_spec("huggingface_hub") is None:
-        return path  # a plan and a forecast are made without that package
-    from huggingface_hub import constants, snapshot_download  # needed only for a path that does not exist
+        return path  # plans and forecasts need no huggingface_hub
+    from huggingface_hub import constants, snapshot_download  # imported only for a missing path
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     online = download and not constants.HF_HUB_OFFLINE
@@ -38,23 +38,23 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
         # huggingface_hub raises LocalEntryNotFoundError also while online, if the hub cannot be reached
         if online and not isinstance(error, LocalEntryNotFoundError):
             raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
-        # the name is not in the cache: the check of the path fails later, and names the command (`hint`)
+        # the name is not in the cache: a later check refuses the path, and tells the command for a download (`hint`)
         return path
     return folder + name["folder"]
 
 
 def hint(path: str, kind: Kind) -> str:
-    """The advice at the end of an error about an unusable path: GGUF, a pattern, or a name to download from the
-    hub."""
+    """The advice that an error about an unusable path ends with: for GGUF, a pattern, or a name on the hub; else
+    empty."""
     if kind == "model" and (path.endswith(".gguf") or any(Path(path).glob("*.gguf"))):
         return "; convert weights in a GGUF file to a Hugging Face folder first: docs/checkpoints.md#gguf"
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
-    # a path whose first part is a folder here is a path with a mistake, not a name on the hub
+    # a path whose first part is a folder of the working directory is a path with a mistake, not a name on the hub
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""
-    # a policy is a whole repository, so runs/tiny/policy is a path and no name
+    # a policy's name is org/name, so a path with three parts, such as runs/tiny/policy, is not a name on the hub
     if kind == "model" and name["folder"]:
         return ""
     command = f"hf download {name['repo']}"
@@ -66,7 +66,7 @@ def hint(path: str, kind: Kind) -> str:
 
 
 def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
-    """The recipe with folders in place of the names of policy and prompts, by `local_path`."""
+    """The recipe with `local_path` applied to the paths of policy, prompts, teachers and the KL section's policy."""
 
     def resolved(path: str | None, kind: Kind = "dataset") -> str | None:
         return path and local_path(path, kind, download=download)

@@ -58,7 +58,7 @@ _NAMES = {
     "engine.vllm.max_num_seqs": "max_num_seqs",
 }
 OTHER_NAMES = {name: setting for setting, names in _NAMES.items() for name in names.split()}
-"""The recipe's settings that other frameworks call by a name, by that name."""
+"""Name of a setting in other frameworks -> the recipe's setting with this meaning."""
 OF_OLD_MEGATRON = frozenset(
     {
         "megatron.model.async_tensor_model_parallel_allreduce",
@@ -71,14 +71,14 @@ OF_OLD_MEGATRON = frozenset(
 )
 """Options that only Megatron-Core 0.16 had. The recipe of a run that began with 0.16 may still have such options."""
 FORMER_KEYS: dict[str, tuple[object, str]] = {
-    "weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes"),
-    "weights.anchor_every": (20, "every update with deltas is verified by its digest"),
+    "weights.transaction": ("streamed", "engines pause during a weight update, and write each part on arrival"),
+    "weights.anchor_every": (20, "the engines check every update with deltas against a digest"),
     "weights.store": ("", "engines that join get the weights from the trainer, between two steps"),
     "weights.store_gib": (64.0, "there is no store of weights"),
     "telemetry.trace_steps": (None, ""),
-    "weights.link_gb_s": (0.0, "`report` shows the rate of updates without a comparison"),
+    "weights.link_gb_s": (0.0, "`report` shows the rate of weight updates, not compared with a link's rate"),
 }
-"""Key of version 0.2 -> (its default, which recipe.yaml of a run of that version has; behavior without the key)."""
+"""Deleted key of version 0.2 -> (default value, which is ignored; today's behavior, for the error about a value)."""
 _RENAMED_KEYS = {"rewards.environment": "variables", "telemetry.trace_steps": "profile_steps"}
 _RENAMED_VALUES = {
     "trainer.logit_backend": {"triton": "auto", "in_place": "auto"},
@@ -87,13 +87,13 @@ _RENAMED_VALUES = {
 }
 """Keys and values of version 0.2 -> their successors. Version 0.4 will refuse the former keys and values."""
 _NEAR_SIBLING = 0.8
-"""Smallest likeness (0 to 1, of difflib) at which a name of the same section is suggested."""
+"""Smallest likeness (0 to 1, of difflib) to an unknown key at which a key of the same section is suggested."""
 _NEAR_OTHER = 0.9
-"""Smallest likeness at which a name of another section is suggested: the names must be nearly equal."""
+"""Smallest likeness to an unknown key at which a key of a different section is suggested."""
 _FAR_SIBLING = 0.65
-"""Smallest likeness at which a name of the same section is suggested if no name in any section is near."""
+"""Smallest likeness at which a key of the same section is suggested, if no key reaches the two limits above."""
 _MOST_LISTED = 12
-"""Largest section whose keys an error lists."""
+"""Largest number of keys that an error lists; for a section with more keys, the error names a file with all keys."""
 _MOST_NEAREST = 3
 """Largest number of suggested names; with more near names, the error suggests none."""
 
@@ -105,7 +105,7 @@ def setting_of(key: str) -> str:
 
 
 def rename_former(data: Mapping[str, Any]) -> Iterator[str]:
-    """Change settings of version 0.2 in `data`, a recipe, to those of today. Yields a clause for each change."""
+    """Replace settings of version 0.2 in `data`, a recipe, with today's settings. Yields a clause for each change."""
     for key in (*FORMER_KEYS, *_RENAMED_KEYS, *_RENAMED_VALUES):
         name = key.partition(".")[2]
         section = data.get(key.partition(".")[0])
@@ -127,7 +127,8 @@ def innermost(key: str, value: object, valid: Iterable[str]) -> str:
     """Choose the key that an error about an unknown `key` names: the key itself or, for an unknown section, a key
     inside.
 
-    A key inside is named if no section in `valid` is similar. Keys with a name in another framework come first.
+    A key inside is named if no section in `valid` is similar. Among the keys inside, a key that other frameworks have
+    comes first.
     """
     section, _, last = key.rpartition(".")
     if _nearest(last, [name for name in valid if name.rpartition(".")[0] == section], _NEAR_SIBLING):
@@ -155,7 +156,7 @@ def check_keys(
 ) -> None:
     """Raise ValueError for the first of the `keys` that is not `valid`; arguments as for `unknown_key`.
 
-    in_recipe: `place` is a section of the recipe, whose keys have other names in other frameworks.
+    in_recipe: `place` is a section of the recipe, so the error may translate the key of another framework.
     """
     names = list(valid)
     for key in keys:
@@ -182,7 +183,7 @@ def unknown_key(
 
     A dotted key is compared with the keys of the same section, then by the last part with all keys. expected: the
     kind of the `valid` names, as in "a recipe key"; kind: a plural noun for the `valid` names. setting: the recipe's
-    names for KEY (`setting_of`). listed: a file that lists the keys, if a line cannot.
+    names for KEY (`setting_of`). listed: a file that lists the keys, for when one line has no room.
     """
     text = f"{key} is not {expected}"
     if setting:
@@ -191,7 +192,7 @@ def unknown_key(
     section, last = key.rpartition(".")[::2]
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     all_names = [name for name in names if ".NAME." not in name]
-    # the order matters: a short name is somewhat like many names, so only names of the same section may be far
+    # the lowest limit comes last, and for the same section alone, because a short name is somewhat like many names
     for candidates, likeness in ((siblings, _NEAR_SIBLING), (all_names, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
         if nearest := _nearest(last, candidates, likeness):
             return f"{text}; the nearest is {' or '.join(nearest)}"
@@ -201,7 +202,7 @@ def unknown_key(
 
 
 def _nearest(last: str, names: Sequence[str], likeness: float) -> list[str]:
-    """The names whose last part is at least as similar to `last` as `likeness`; empty if there are too many."""
+    """The names whose last part is at least as similar to `last` as `likeness`; empty for more than _MOST_NEAREST."""
     lasts = {name.rpartition(".")[2] for name in names}
     alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=likeness)
     nearest = [name for name in names if name.rpartition(".")[2] in alike]

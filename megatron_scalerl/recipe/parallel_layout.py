@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 Stages = tuple[tuple[int, ...], ...]
-"""For each pipeline stage, the indices of the stage's layers, from 0; with a virtual pipeline chunk after chunk."""
+"""For each pipeline stage, the layers' indices, from 0. A virtual pipeline's stage has one chunk's layers after
+another's."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
@@ -43,10 +44,10 @@ class ParallelSizes:
     def unit(self) -> tuple[int, int]:
         """(tp x pp x cp, etp x ep x pp): the trainer's world size must be a multiple of both numbers.
 
-        With several instances of the distributed optimizer the numbers are also multiples of tp x pp and etp x ep x
-        pp times the number of instances.
+        With n instances of the distributed optimizer, the first number is also a multiple of tp x pp x n, and the
+        second number is etp x ep x pp x n.
         """
-        # Megatron-Core divides data x context ranks among the instances, and the experts' data ranks
+        # Megatron-Core divides the data x context ranks among the instances, and also the data ranks of the experts
         dense = self.tp * self.pp
         expert = self.etp * self.ep * self.pp
         return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
@@ -105,10 +106,11 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
 
 
 def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raises ValueError where a parallel size does not divide the sharded dimension, or requires another setting.
+    """Raises ValueError if a parallel size does not divide the sharded dimension, or contradicts megatron.model.
 
     parallel, model: the sections megatron.parallel and megatron.model. Checks heads, key-value heads, MLPs, experts,
-    pipeline layers and sequence parallelism. The vocabulary and the length of a micro-batch are padded.
+    pipeline layers and sequence parallelism. The vocabulary and the length of a micro-batch need no check: both are
+    padded.
     """
     from megatron_scalerl.models.family import check_layout
 
@@ -132,12 +134,12 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
     """Divide the layers among the pipeline stages by Megatron's options in megatron.model.
 
     The first and last stage may have a set number of layers; all further layers are split evenly. Raises ValueError
-    where `layers` layers cannot be split this way, naming key, layers and size.
+    with the key and the numbers, if `layers` layers cannot be split this way.
     """
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
     first = 0
-    # chunk by chunk over all stages: with a virtual pipeline the layers go through the stages several times
+    # layers are numbered as the forward pass meets the layers: all stages once for each chunk of a virtual pipeline
     for _ in range(sizes.chunks):
         for stage, count in zip(stages, counts):
             stage += range(first, first + count)
@@ -146,7 +148,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
 
 
 def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[int]:
-    """[pp] number of layers in each chunk of a stage. Raises ValueError as `stages_of` does."""
+    """Number of layers in each chunk of a stage, for every stage [pp]. Raises ValueError as `stages_of` does."""
     stage_layers = [0] * sizes.pp
     end_keys = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
     if len(end_keys) > sizes.pp:
@@ -167,8 +169,9 @@ def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> li
 
 
 def _check_uniform(model: Mapping[str, Any], counts: list[int]) -> None:
-    """Raises ValueError where groups of recomputed layers do not fill a model chunk."""
-    # TransformerBlock._checkpointed_forward would read past the chunk's last layer
+    """Raises ValueError if, with recompute_method uniform, groups of recompute_num_layers layers do not fill a model
+    chunk."""
+    # for a last group that is not full, TransformerBlock._checkpointed_forward reads past the chunk's last layer
     if (model.get("recompute_granularity"), model.get("recompute_method")) != ("full", "uniform"):
         return
     group = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)

@@ -36,8 +36,8 @@ class TrainerSection(Section):
     """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
     the cuda backend can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
-    """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
-    the head's gradient (error 1e-5 instead of 3e-3, a further product), or fp32 (slow)."""
+    """Precision of the logit gradient in matrix products with a bfloat16 head: bf16; bf16x2, the sum of two bf16
+    numbers for the head's gradient (error 1e-5 instead of 3e-3, one more product); or fp32 (slow)."""
     loss_in_chunk: bool = True
     """For a loss that is a sum over tokens (cispo, dapo, grpo): compute loss and gradient while a chunk's logits are
     in memory. The backward pass then recomputes no logits, which saves a quarter of the work. An fp32 gradient of the
@@ -46,8 +46,8 @@ class TrainerSection(Section):
     step_timeout_s: PositiveFloat = 3600.0
     """Time limit of one trainer command (s), beyond which the trainer has failed."""
     max_restarts: NonNegativeInt = 3
-    """Most restarts of the trainer without a new checkpoint in between; 0: the run fails. At a restart all ranks are
-    started again from the newest checkpoint, while the engines keep running."""
+    """Most restarts of the trainer without a new checkpoint in between; 0: the run fails with the trainer. At a
+    restart all ranks are started again from the newest checkpoint, while the engines keep running."""
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
@@ -88,12 +88,12 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Time limit (s) after which an engine is evicted that answers no poll. The limit also holds for an engine that
-    produces no token for requests with tokens, and for a response whose rest does not follow the header. A pause for
+    """Time limit (s) after which an engine is evicted that answers no poll. The limit also holds for an engine whose
+    running requests have tokens but get no further token, and for a response that stops after the header. A pause for
     a weight update does not count as time without a token. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
-    """The limit instead of stall_timeout_s while no running request has a token yet (s), since a prefill reports no
-    progress. A longer stall_timeout_s is used instead."""
+    """Time limit (s) in place of a shorter stall_timeout_s, while no running request of the engine has a token: a
+    prefill reports no progress."""
     min_relative_rate: Share = 0.1
     """An engine is evicted when the tokens per second and running request stay below this fraction of the median of
     all other engines for stall_timeout_s. 0: never; no effect with fewer than three engines."""
@@ -102,11 +102,11 @@ class EngineSection(Section):
     consecutive dropped completions."""
     max_restarts: NonNegativeInt = 5
     """Most restarts of an evicted engine's server in a row; 0: an engine is given up at the first failure. The delay
-    before a restart doubles from 1 s to 60 s, and the engine's groups are generated again. A start does not count if
-    the server ran for 10 minutes more than stall_timeout_s, first_token_timeout_s and weights.timeout_s each allow a
-    hung server. An engine that ends twice before any engine of the run has completed a request is given up."""
+    before a restart doubles from 1 s to 60 s, and the engine's groups are generated again. Earlier restarts no longer
+    count after a server ran for 10 minutes and the longest of stall_timeout_s, first_token_timeout_s and
+    weights.timeout_s. An engine that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
-    """The run fails when fewer engines than this are not given up; at most engine.count."""
+    """Smallest number of engines that are not given up, below which the run fails; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM's engine arguments by the original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ...
     Arguments that change the sampling distribution are rejected. Arguments that change the engine's numerics
@@ -134,12 +134,12 @@ class WeightsSection(Section):
     """Size of a packed bucket (MiB); each sender has two buckets in memory, each engine worker as well."""
     max_senders: PositiveInt = 1
     """Largest number of trainer ranks that send weights: the ranks of one copy of the policy always send, and further
-    data-parallel copies as far as the limit allows. Each sender has a group with each shard that it sends to: over
-    NCCL, whose broadcasts run one at a time, more copies only cost buffers in engines."""
+    data-parallel copies as far as the limit allows. An engine shard needs a group and buffers for each of the
+    shard's senders. NCCL runs one broadcast at a time, so over NCCL further copies only cost buffers."""
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off_text)] = "off"
     """off: send whole weights. absolute: send only the new values of elements that changed since the last version,
-    each in 3.1 bytes, where at most 1 in 8 has changed. Optimizers with fp32 main weights record changes; else
-    senders keep a copy of the last version, and compare."""
+    3.1 bytes each; a tensor with more than 1 changed element in 8 is sent whole. Optimizers with fp32 main weights
+    record changes; else senders keep a copy of the last version, and compare."""
     adapters: Literal["alone", "merged"] = "alone"
     """Content of weight updates with policy.lora. alone: A and B, which engines compute beside the weights of
     policy.path. merged: the weights W + alpha / rank B A, rounded to policy.dtype, with which engines decode as fast

@@ -184,24 +184,24 @@ class Recipe(Section):
 
     @property
     def length_penalty(self) -> LengthPenaltySection | None:
-        """rewards.length_penalty with both limits; None without a penalty."""
+        """rewards.length_penalty with values for max_tokens and cache_tokens; None without a penalty."""
         penalty = self.rewards.length_penalty
         if penalty is None:
             return None
         longest = penalty.max_tokens or self.max_completion_tokens
-        # a seventh, since the paper's limits are 14k and 2k
+        # by default a seventh of max_tokens, since the paper has max_tokens 14k and cache_tokens 2k
         return LengthPenaltySection(max_tokens=longest, cache_tokens=penalty.cache_tokens or max(1, longest // 7))
 
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
         """Longest possible prompt and completion, including the forced phrase and the end of sequence (tokens).
 
         phrase_tokens: length of the phrase and the closing tag in the policy's tokenizer. None, without a tokenizer:
-        one token per byte, which no tokenizer exceeds. 0: a lower bound.
+        one token per byte, which no tokenizer exceeds. 0: the result is a lower bound.
         """
         if self.prompts.tasks:
             return max(recipe.longest_sequence(phrase_tokens) for recipe in self.by_task)
         forced = 0
-        # auto counts as enabled: nobody knows yet whether the policy thinks in tags
+        # auto counts as enabled: the recipe alone does not tell whether the policy thinks in tags
         if self.interruption.enabled:
             tag = self.prompts.think_end
             if tag == AUTO:
@@ -213,7 +213,8 @@ class Recipe(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else one longest sequence."""
+        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else the longest sequence,
+        rounded."""
         tokens = self.trainer.micro_batch_tokens
         return tokens or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
@@ -242,7 +243,7 @@ class Recipe(Section):
         if not name.startswith(TEACHER):
             return self
         teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
-        # vLLM refuses a prompt that leaves no room for an answer, and does not count a prompt's logits as memory
+        # vLLM needs room for one token after the scored text, and plans no memory for a prompt's logits
         longest = self.engine.vllm.get("max_model_len", self.longest_sequence()) + 1
         chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048}
         options = {"max_model_len": longest, **chunks, **teacher.vllm}
@@ -282,8 +283,8 @@ class Recipe(Section):
             )
         if self.policy.megatron_path is not None and self.policy.lora is not None:
             raise ValueError(
-                "policy.megatron_path does not go with policy.lora, whose W engines and exports read from "
-                "policy.path; `megatron-scalerl convert to-hf` makes a folder for policy.path"
+                "policy.megatron_path cannot be set with policy.lora: engines and exports read the frozen weights "
+                "from policy.path; `megatron-scalerl convert to-hf` makes a folder for policy.path"
             )
         _check_tasks(self)
         for recipe in self.by_task:
@@ -385,8 +386,8 @@ def _check_colocation(recipe: Recipe) -> None:
     for key in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
         if key not in engine.vllm:
             raise ValueError(
-                f"engine.vllm.{key} is missing; engine.colocate needs it, because vLLM would measure what the "
-                "trainer leaves of its device, which changes"
+                f"engine.vllm.{key} is missing; engine.colocate needs it, because the device's free memory, "
+                "which vLLM would measure, changes with the trainer"
             )
 
 
@@ -437,7 +438,8 @@ def _check_teachers(recipe: Recipe) -> None:
 
 
 def _check_tasks(recipe: Recipe) -> None:
-    """Raises ValueError unless either prompts.path or prompts.tasks is set, or if tasks differ in shared settings."""
+    """Raises ValueError unless either prompts.path or prompts.tasks is set, and if tasks have settings that a run
+    cannot mix."""
     prompts = recipe.prompts
     if not recipe.episodes and recipe.environment != EnvironmentSection():
         raise ValueError("environment.name is missing; name the class, as module:Class")

@@ -49,13 +49,13 @@ PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 class LoraSection(Section):
     """Adapters (LoRA): the policy's weights are frozen, and a product of two small matrices is trained beside each.
 
-    A linear layer computes W x + alpha / rank B A x. The source of defaults without another source is Schulman et
-    al., "LoRA Without Regret" (2025).
+    A linear layer computes W x + alpha / rank B A x. The defaults are from Schulman et al., "LoRA Without Regret"
+    (2025), unless the setting says otherwise.
     """
 
     rank: Annotated[PositiveInt, Field(le=512)] = 32
-    """Rows of each A and columns of each B, at most vLLM's 512. Not specified by the source, whose RL runs learn as
-    fast with rank 1."""
+    """Rows of each A and columns of each B, at most vLLM's 512. Schulman et al. specify no rank: in RL, rank 1 learns
+    as fast."""
     alpha: PositiveFloat = 32.0
     """The product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
@@ -69,8 +69,8 @@ class PolicySection(Section):
     """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or the policy's name on the
     hub, org/name or org/name@revision (docs/prompts.md)."""
     digest: str | None = None
-    """Digest of the folder's configuration, tokenizer and template, of names, sizes and ends of the weights, and of
-    the whole `adapter`. null: filled in when a run starts. A resume with another policy is refused."""
+    """Digest of the folder's configuration, tokenizer and template, of the weight files' names, sizes and last bytes,
+    and of the whole `adapter`. null: filled in when a run starts. A resume with another policy is refused."""
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: weights of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -99,8 +99,8 @@ class InterruptionSection(Section):
     """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
     by the paper: the point is drawn uniformly per completion from the run's seed."""
     phrase: str = PAPER_PHRASE
-    """Forced when the interruption point is reached while thinking. The closing think tag follows immediately, so a
-    space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss."""
+    """Text that is forced when thinking reaches the interruption point. The closing think tag follows immediately, so
+    a space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss."""
     answer_tokens: PositiveInt = 2048
     """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
     after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
@@ -205,7 +205,7 @@ class PromptsSection(Section):
     on the hub (docs/prompts.md). This or `tasks` is set."""
     tasks: dict[TaskName, TaskSection] | None = None
     """A mixture of tasks instead of `path`: name -> the task's prompts, weight and verifier (docs/tasks.md). A key
-    that a task does not set is as here and in `rewards`."""
+    that a task does not set has the value of this section or of `rewards`."""
     split: str | None = None
     """Split to read from a dataset folder with several splits. null: the folder has one split."""
     preset: str | None = None
@@ -217,9 +217,9 @@ class PromptsSection(Section):
     prompt_template: str = "{prompt}"
     """The prompt's text, in which `{prompt}` stands for the problem's text."""
     chat_template: bool | Literal["auto"] = AUTO
-    """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take a
-    template that exists, rows of text a template that ends answers with an end token of the policy. Required for
-    rows with several messages, whose last message prompt_template renders."""
+    """Apply the tokenizer's chat template: the text of prompt_template becomes the user's message. auto: for rows of
+    messages, any template; for rows of text, a template that ends an answer with an end token of the policy. Required
+    for rows with several messages, whose last message prompt_template renders."""
     system: str | None = None
     """System message, in place of the system message in the file. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
@@ -234,7 +234,7 @@ class PromptsSection(Section):
     """Prepend the tokenizer's beginning-of-sequence token, if any, to prompts that do not start with it."""
     think_start: str = AUTO
     """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: the tag of the
-    chat template, unless the template is only inherited, else of the warm start, else none."""
+    chat template, unless the policy only inherited the template, else of the warm start's examples, else none."""
     think_end: str = AUTO
     """Tag that closes thinking; the answer is the text after the tag. Empty: the policy thinks in no tags, and the
     whole completion is the answer. auto: as think_start."""
@@ -271,11 +271,11 @@ class RolloutsSection(Section):
     run between the phases."""
     updates_per_phase: PositiveInt = 8
     """ppo_off_policy: k, the batches of groups_per_batch prompts that one version of the policy generates. The paper
-    (section 3.1) has 8, and 1, which is synchronous. pipeline: there are no phases; leave the default."""
+    (section 3.1) runs 8, and 1 for synchronous training. pipeline: there are no phases; leave the default."""
     max_staleness_steps: NonNegativeInt = 8
     """No batch contains a completion whose first token is more than this many optimizer steps old. pipeline: k of
-    PipelineRL-k (the paper: 8). 0: synchronous training. ppo_off_policy: at least updates_per_phase - 1, which is
-    the bound there."""
+    PipelineRL-k (the paper: 8). 0: synchronous training. ppo_off_policy: the bound is updates_per_phase - 1, and this
+    value must not be less."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature, in vLLM's range. Not specified by the paper. Trainer and engines both divide logits by
     the temperature; the warm start does not."""
@@ -386,8 +386,8 @@ class RewardsSection(Section):
     search alone are passed by default, so that tokens and keys stay with the controller."""
     truncated: Literal["exclude", "wrong"] = "exclude"
     """Exclude truncated completions from loss and advantages, or keep such completions with the incorrect reward.
-    Pass rates always count truncated completions as wrong. (Inferred from "effective batch size (after excluding
-    truncated samples)".)"""
+    Pass rates always count truncated completions as wrong. (Inferred from the paper's "effective batch size (after
+    excluding truncated samples)".)"""
 
 
 class KLSection(Section):
@@ -413,8 +413,8 @@ class TeacherSection(Section):
     devices: PositiveInt = 1
     """Devices of the teacher's engine."""
     vllm: dict[str, Any] = {}
-    """Options of vLLM, in place of engine.vllm: with several devices tensor_parallel_size. The logits of a prompt are
-    computed for max_num_batched_tokens at once, 2,048 by default, in memory that vLLM does not measure."""
+    """Options of vLLM, in place of engine.vllm; set tensor_parallel_size for several devices. The logits of a prompt
+    are computed for max_num_batched_tokens at once, 2,048 by default, in memory that vLLM does not measure."""
 
 
 class AlgorithmSection(Section):
@@ -466,8 +466,8 @@ class LossSection(Section):
     name: str = "cispo"
     """cispo, dapo, grpo, gspo (section 3.2 of the paper: cispo), or `module:function` of your own."""
     max_is_weight: PositiveFloat = 5.0
-    """cispo: largest importance weight (trainer over engine probability). The value is no distance from 1.
-    (Inferred: the paper's CISPO curve is the "clip = 5" curve.)"""
+    """cispo: largest importance weight (trainer over engine probability). The limit is the weight, not the distance
+    from 1. (Inferred: the paper's CISPO curve is the "clip = 5" curve.)"""
     clip_low: NonNegativeFloat | None = None
     """dapo, grpo, gspo: lower clip distance from 1. null: the default of the loss (0.2; gspo 3e-3)."""
     clip_high: NonNegativeFloat | None = None

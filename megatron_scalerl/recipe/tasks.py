@@ -8,7 +8,7 @@ from megatron_scalerl.recipe.sections import AUTO, PromptsSection, RewardsSectio
 from megatron_scalerl.record import record
 
 AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
-"""The second judge that validation.audit auto chooses, in the form of `rewards.verifier`, by verifier."""
+"""Verifier -> second judge of accepted answers that validation.audit auto chooses, as `module:function`."""
 
 
 @record
@@ -26,12 +26,12 @@ class Task:
 
     @property
     def prompts(self) -> PromptsSection:
-        """The task's prompts; `path` is set."""
+        """The recipe's section `prompts` with this task's settings; `path` is set."""
         return self.recipe.prompts
 
     @property
     def rewards(self) -> RewardsSection:
-        """The task's rewards."""
+        """The recipe's section `rewards` with this task's settings."""
         return self.recipe.rewards
 
     @property
