@@ -55,7 +55,7 @@ class Assumptions:
     thinking_sigma: _AtLeast0 = _assumed(0.6, "", "standard deviation of log thinking length")
     answer_median: _AtLeast0 = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5")
     kept_share: _Share = _assumed(
-        1.0, "share", "completions that pass the filters", "upper bound; the paper gives no value"
+        1.0, "share", "completions that pass the filters", "upper bound; the ScaleRL paper gives no value"
     )
     runtime_gib: _AtLeast0 = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers")
     fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead on temporary memory")
@@ -81,8 +81,8 @@ def default_sources() -> dict[str, str]:
 
 
 def checked(values: Mapping[str, Any]) -> Assumptions:
-    """The assumptions with these values. Raises ValueError for an invalid value, in one line with the field's
-    name."""
+    """The `Assumptions` with `values`. Absent fields have defaults. Raises ValueError for an invalid value, in one
+    line with the field's name."""
     try:
         return Assumptions(**values)
     except ValidationError as error:
@@ -90,6 +90,6 @@ def checked(values: Mapping[str, Any]) -> Assumptions:
 
 
 def first_line(error: ValidationError) -> str:
-    """The first mistake as text: the key, the value, and what is required."""
+    """The first mistake that pydantic found, as text: the key, the value, and the requirement."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.60}: {first['msg']}"

@@ -1,6 +1,6 @@
 """Figures of GPUs from data sheets, and the kernels that a trainer runs on GPUs.
 
-FLOP/s are dense, and bandwidths are those of one direction."""
+FLOP/s are dense, and bandwidths are for one direction."""
 
 from typing import Literal
 
@@ -111,7 +111,7 @@ def gpu_of_device(name: str) -> str | None:
 
 @record
 class Kernels:
-    """Layers and device of a trainer. Raises ValueError for the layers `te` on a CPU."""
+    """Layers and device of a trainer. Raises ValueError for Transformer Engine's layers (`te`) on a CPU."""
 
     layers: Layers
     device: Device

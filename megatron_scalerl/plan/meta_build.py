@@ -35,7 +35,7 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
 
 
 def _quiet() -> None:
-    # Megatron-Core's warnings, and lines that gloo prints, would stand between the lines of the plan.
+    # Discard this process's output: Megatron-Core's warnings and gloo's lines would stand between the plan's lines.
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
@@ -47,7 +47,7 @@ def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
-    # gloo requires real peers.
+    # Groups of gloo require running peers, and the fake process group has none.
     parallel["create_gloo_process_groups"] = False
     data["trainer"]["world_size"] = world_size
     recipe = Recipe.model_validate(data)

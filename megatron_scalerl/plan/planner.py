@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Number of completions that are simulated after the warm-up, and at least ten steps."""
+"""Number of completions that a simulation counts after the warm-up; more if ten steps have more completions."""
 
 
 @record
@@ -141,13 +141,15 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError."""
+    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError if the GPUs
+    cannot be split, or for settings that the planner does not support."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    # The weight groups' memory depends on the layout: all splits are compared with the memory of the first split.
+    # The memory of the broadcast groups for weights depends on the layout. All splits are compared with the memory of
+    # the first split's groups.
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
@@ -210,7 +212,7 @@ def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
 
 @record
 class _Trainer:
-    """The trainer of one split."""
+    """The trainer's layout, work and memory in one split."""
 
     layout: Layout
     work: StepWork

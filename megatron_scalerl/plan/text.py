@@ -69,7 +69,8 @@ def _money(plan: RunPlan) -> str:
 
 
 def fits(plan: RunPlan) -> str:
-    """Whether every rank fits, and the smallest headroom."""
+    """The first reason why the plan does not fit; else the memory free on the fullest trainer rank, and the KV
+    cache."""
     problems = plan.problems()
     if problems:
         return f"does not fit: {problems[0]}"
