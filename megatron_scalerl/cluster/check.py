@@ -19,7 +19,7 @@ class Check(msgspec.Struct, frozen=True):
     """`failed`: a run on this node would fail or compute something else. `warning`: the run can start, but may be
     slower or fail later. `skipped`: the check cannot be made on this node."""
     found: str
-    """The state that was found on the node, with a remedy if a run cannot use the state."""
+    """The state that was found on the node, with a remedy if the status is `failed` or `warning`."""
 
     @property
     def line(self) -> str:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Check the node, or all nodes of a job. Returns 0 or 1.
+    """Check the node, or all nodes of a job. Returns 1 if a check failed or a node is unfit, else 0.
 
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     checks = examine(recipe, arguments.recipe, arguments.gpus)
     report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        # not by the console, which would break long lines
+        # printed by `print`, because the console would break long lines
         print(report.decode(), end="")
     else:
         _show(checks, console)

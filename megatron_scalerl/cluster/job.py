@@ -13,7 +13,7 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
-"""Seconds by which Slurm may send the signal too early or, on a busy node, too late."""
+"""Seconds by which Slurm may send the signal before the time limit too early or, on a busy node, too late."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
@@ -76,8 +76,8 @@ def render(plan: JobPlan) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
-    # the script exports the job's --cpus-per-task, which srun does not read
-    # a site that counts CPUs per GPU has no such number
+    # srun does not read the job's --cpus-per-task, so the script exports the number; a site that counts CPUs per GPU
+    # has no such number
     cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
@@ -108,8 +108,8 @@ def render(plan: JobPlan) -> str:
 
 
 def _options(plan: JobPlan) -> list[str]:
-    """The options of the #SBATCH lines, one for each line. Raises ValueError for options of the site that do not
-    fit."""
+    """The options of the #SBATCH lines, one for each line. Raises ValueError for a site's options that request too
+    few GPUs or hold quotes."""
     request = plan.request
     nodes = plan.nodes
     options: dict[str, str | bool] = {
@@ -154,8 +154,8 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
 
 
 def _container(plan: JobPlan) -> str:
-    """The container's words in the script: options of srun for pyxis, else the command that starts the program
-    inside.
+    """The words that start the container in the script: options of srun for pyxis, else the command that starts the
+    program inside.
 
     Empty for container "none".
     """

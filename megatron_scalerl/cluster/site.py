@@ -136,7 +136,7 @@ def _requests_gpus(name: str, value: object) -> bool:
 
 
 def _numbered(gres: str, gpus: int) -> str:
-    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for too few GPUs."""
+    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for a number below `gpus`."""
     # matches `gpu` and `gpu:h100`, which give no number, but neither `gpu:4` nor `gpu:h100:4`
     numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(numbered) < gpus:

@@ -37,9 +37,9 @@ def recipes_of(
     """(recipes, left-out overlay -> the equal overlay).
 
     source: a recipe file, or a folder, whose files *.yaml are read in the order of the names. base: the recipe that
-    the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is left out.
-    seeds: number of runs of each recipe, with the seeds 1, 2 ...; None: one run, with the recipe's own seed.
-    Raises ValueError.
+    the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is left out. seeds:
+    number of runs of each recipe, with the seeds 1, 2 ...; None: one run, with the recipe's own seed. Raises
+    ValueError for a wrong recipe, and for two recipes with one run folder.
     """
     if not array:
         return [load_recipe(source, overrides)], {}
@@ -103,7 +103,7 @@ def submit(
         (run / SLURM).mkdir(parents=True, exist_ok=True)
         write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
     plan.script.parent.mkdir(parents=True, exist_ok=True)
-    # the script is written last: the time of a finished run's end.json is compared with the script's time
+    # the script is written last: the job compares the script's time with the time of a finished run's end.json
     write_durably(plan.script, render(plan).encode())
     cluster.check_syntax(plan.script)
     yield f"job script: {plan.script}"
@@ -127,8 +127,9 @@ def submit(
 def _resolved(
     recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
-    """(recipes in the form that the runs record, lines for the user). Raises ValueError for user errors."""
-    from megatron_scalerl.controller.preflight import check_inputs  # this module imports transformers
+    """(recipes with the values that `check_inputs` filled in, lines for the user). Raises ValueError for user
+    errors."""
+    from megatron_scalerl.controller.preflight import check_inputs  # imported here, since transformers is slow
 
     resolved = []
     checks = "passed"
@@ -187,7 +188,7 @@ def _submit(plan: JobPlan) -> list[str]:
     try:
         jobs.append(cluster.submit(plan.script))
         if request.chain:
-            # with afterany the next job starts after any end of a job, and goes on from the newest checkpoint
+            # with afterany the next job starts however the job before ended, and goes on from the newest checkpoint
             for _ in range(request.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {"max_requeues": request.max_requeues, "gpu_hours": request.gpu_hours}
@@ -195,7 +196,7 @@ def _submit(plan: JobPlan) -> list[str]:
             run_jobs = [f"{job}_{index}" for job in jobs] if request.throttle else jobs
             append_row(run / SLURM / JOBS, {"jobs": run_jobs, **row, "unix_time": time.time()})
     except BaseException:
-        cluster.cancel(jobs)  # no job remains without a record
+        cluster.cancel(jobs)  # a job whose id was not recorded must not run
         raise
     return jobs
 

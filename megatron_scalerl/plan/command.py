@@ -154,7 +154,7 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
         measured = getattr(file, key, None)
         if option and measured and option != measured:
             raise ValueError(
-                f"--{key}: {options.assumptions} was measured for {measured}, not for {option}; leave out --{key}"
+                f"--{key}: leave this out: {options.assumptions} was measured for {measured}, and not for {option}"
             )
     values = {}
     sources = default_sources()
