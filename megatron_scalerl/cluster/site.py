@@ -93,7 +93,7 @@ class Site(BaseModel):
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, job_options: Options, *, gpus: int) -> list[str]:
-        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for too few GPUs.
+        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for less than `gpus`.
 
         gpus: GPUs of a node; the number is added to a type of GPU without a number.
         """

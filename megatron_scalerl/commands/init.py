@@ -40,7 +40,7 @@ SHORTEST = 16
 CPU_LENGTHS = (64, 256)
 """Range of the longest completion if CPUs generate (tokens)."""
 CPU_FLOPS = 3e12
-"""FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen for this number."""
+"""FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen to reach this number."""
 SMALL = 1e9
 """Number of parameters below which a policy is small, and a chat policy is sampled at a lower temperature."""
 CPU_BATCH = 8
@@ -54,7 +54,7 @@ VALIDATIONS = 25
 SAVES = 10
 """Number of checkpoints that a run writes."""
 PAPER_PARAMETERS = 8.03e9
-"""Parameters of the paper's dense policy."""
+"""Number of parameters of the ScaleRL paper's dense policy."""
 STATE_BYTES = 12
 """Bytes of a checkpoint for each parameter that is trained: fp32 weights and Adam's moments."""
 DOUBTS = {
@@ -186,7 +186,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
 def _with_overrides(choices: Choices, overrides: Sequence[str]) -> Choices:
     """The choices, replaced by the user's settings; `engine.vllm.x=1` is merged into the chosen engine.vllm.
 
-    Raises `RecipeError`.
+    Raises `RecipeError` for a setting that is not KEY=VALUE.
     """
     from megatron_scalerl.recipe.file import merged, override
 
@@ -244,7 +244,8 @@ def _prompt_choices(
 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
-    # one very long prompt must not take the room of all completions: half of the positions are for completions
+    # half of the positions stay free for completions, so that one very long prompt does not make all completions
+    # short
     spare = DOUBT_TOKENS if chat.doubts else 0
     longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
@@ -261,7 +262,7 @@ def _prompt_choices(
             f"{longest} and {forced} forced tokens; take a policy with a longer context"
         )
     longest_completion = recipe.max_completion_tokens
-    reason = "as in the paper"
+    reason = "as in the ScaleRL paper"
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
     if not gpus:
@@ -280,7 +281,7 @@ def _prompt_choices(
         "prompts.chat_template": (chat.chat_template, template_reason),
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, tag_reason),
-        "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
+        "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts have at most this length"),
         "prompts.held_out": (held_out, "prompts for validation alone; training uses the rest"),
         "interruption.enabled": (recipe.interruption.enabled, "true if a tag closes the thinking"),
         "interruption.thinking_tokens": (budget["thinking_tokens"], reason),
@@ -323,7 +324,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         temperature = 0.7
         temperature_reason = "small chat policies write incoherent text at 1"
     staleness = recipe.rollouts.max_staleness_steps
-    staleness_reason = "PipelineRL-8, as in the paper"
+    staleness_reason = "PipelineRL-8, as in the ScaleRL paper"
     if not gpus:
         staleness = 1
         staleness_reason = "on CPUs the engines are ahead of the trainer, so completions reach this limit"

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the report, or write the page or the numbers. Raises ValueError for a folder without a run, OSError."""
+    """Print the report, or write the page or the numbers. Raises ValueError for a folder without a run, OSError for
+    an unwritable file."""
     if arguments.json and (arguments.html or arguments.group):
         raise ValueError("--json writes numbers and no page; leave out --html and --group")
     if arguments.json:

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             "policy.adapter: a warm start would train policy.path without the adapter; merge the adapter into the "
             "policy with PEFT, or set policy.adapter=null"
         )
-    from megatron_scalerl.plan.settings import check_settings  # this module imports torch
+    from megatron_scalerl.plan.settings import check_settings  # imports torch, which takes seconds
     from megatron_scalerl.trainer.sft import run_sft
 
     check_settings(recipe)

@@ -134,7 +134,7 @@ def _compare(
         words += ["--compute", "step"]
     if arguments.target is not None:
         words += ["--target", str(arguments.target)]
-    # The parser of `fit` sets the defaults of `fit`.
+    # The words are parsed by `fit`, because the parser fills in the defaults of `fit`.
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     command.run(parser.parse_args(words), console)

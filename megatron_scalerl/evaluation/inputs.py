@@ -72,7 +72,8 @@ class EvaluationInputs:
         seed: int,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError.
+        """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError if
+        a row cannot be written.
 
         samplers: budget -> sampler with this budget. A completion has the same seed at every budget. finished: called
         after each new row.
@@ -155,7 +156,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
-    # Neither of these sections changes a completion or the verdict on a completion.
+    # length_penalty and routing_replay change neither a completion nor the verdict on a completion.
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
     rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
     return EvaluationInputs(
@@ -170,7 +171,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> EvaluationInputs | None:
     """Read and render the files of the recipe's `evaluation`, and compare the problems with the training prompts.
 
-    None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
+    None without evaluations. Raises ValueError for wrong files, as `read_problems` and `rendered` do.
     """
     section = recipe.evaluation
     if not section.every_steps:
@@ -193,7 +194,8 @@ def rendered(
 ) -> dict[str, tuple[Prompt, ...]]:
     """File name -> [P] problems of the file, rendered as the recipe's prompts.
 
-    Raises ValueError for two files of one name, which `key` gave, and for a prompt that is too long.
+    Raises ValueError for two files of one name and for a prompt that is too long. key: the setting or option that
+    names the files, for the message.
     """
     limit = recipe.prompts.max_prompt_tokens
     renderer = PromptRenderer(tokenizer, recipe.prompts)
@@ -236,7 +238,8 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
 
 
 def policy_digest(folder: str | Path) -> str:
-    """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError."""
+    """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError for an
+    unreadable file."""
     # The folder's name is left out, because a moved folder is the same policy.
     folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
