@@ -32,4 +32,4 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except OSError as error:
-        return Check(name, "failed", f"{error}; check whether the file system or the container forbids this")
+        return Check(name, "failed", f"{error}; check whether the file system or the container forbids the call")

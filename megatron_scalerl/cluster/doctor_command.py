@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, checked from the job's first node")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument("--reports", metavar="FOLDER", help="folder for the reports, seen by all nodes")
+    several.add_argument("--reports", metavar="FOLDER", help="folder for the reports, which all nodes have to see")
     several.add_argument(
         "--within",
         type=float,

@@ -64,7 +64,7 @@ def render(plan: JobPlan) -> str:
     options = _options(plan)
     for text in map(str, [*options, plan.script, *plan.runs, plan.cwd]):
         if not text.isprintable():
-            raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
+            raise ValueError(f"submit: remove line breaks and control characters from this text: {text!r}")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,

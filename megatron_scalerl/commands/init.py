@@ -139,7 +139,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"enough for a first run; {FIRST_STEPS} are enough for a first look"),
+        "steps": (STEPS, f"steps, enough for a first run; {FIRST_STEPS} are enough for a first look"),
         "output_dir": ("runs", "folder that will contain the run's folder"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),
@@ -282,7 +282,7 @@ def _prompt_choices(
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, tag_reason),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts have at most this length"),
-        "prompts.held_out": (held_out, "prompts for validation alone; training uses the rest"),
+        "prompts.held_out": (held_out, "prompts for validation alone; training uses all further prompts"),
         "interruption.enabled": (recipe.interruption.enabled, "true if a tag closes the thinking"),
         "interruption.thinking_tokens": (budget["thinking_tokens"], reason),
         "interruption.answer_tokens": (budget["answer_tokens"], "a seventh of the completion"),
@@ -311,7 +311,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
 
     paper = OptimizerSection()
     rate = paper.lr * max(1.0, (PAPER_PARAMETERS / parameters) ** 0.5)
-    rate_reason = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
+    rate_reason = f"the ScaleRL paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
     if recipe.policy.lora is not None:
         rate *= ADAPTERS_LR / paper.lr
         rate_reason += ", x 10 for adapters (Schulman et al. 2025)"
@@ -322,7 +322,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
     temperature_reason = "sample from the policy's own distribution"
     if recipe.prompts.chat_template and parameters < SMALL:
         temperature = 0.7
-        temperature_reason = "small chat policies write incoherent text at 1"
+        temperature_reason = "small chat policies write incoherent text at temperature 1"
     staleness = recipe.rollouts.max_staleness_steps
     staleness_reason = "PipelineRL-8, as in the ScaleRL paper"
     if not gpus:
@@ -341,7 +341,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         "forecast.fit_from_steps": (validation_interval, "the first validation after step 0"),
         "checkpoint.every_steps": (
             checkpoint_interval,
-            f"a crash loses at most so many steps; 2 checkpoints are kept, {bytes_each} each",
+            f"a crash loses at most this many steps; 2 checkpoints are kept, {bytes_each} each",
         ),
     }
 
@@ -354,7 +354,7 @@ def _layout_choices(plan: RunPlan) -> Choices:
     choices = {
         "trainer.world_size": (recipe.trainer.world_size, fits(plan)),
         "megatron.parallel": (recipe.megatron.parallel, "the smallest groups that fit"),
-        "megatron.model": (recipe.megatron.model, "the least recomputation that fits"),
+        "megatron.model": (recipe.megatron.model, "the least recomputation that fits into memory"),
         "engine.count": (recipe.engine.count, "the fastest split of the GPUs, by the planner"),
         "engine.devices_per_engine": (recipe.engine.devices_per_engine, ""),
         "engine.colocate": (recipe.engine.colocate, "trainer and engine take turns on a GPU"),

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="with --html: number of a group whose completions are in the page; may be repeated",
+        help="with --html: number of a group whose completions the page shows; may be repeated",
     )
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the ceiling or the efficiency of the fitted curve, and which differences the runs do not show."
     )
     parser.epilog = EPILOG
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe, overlay, or a folder of them")
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe or overlay (YAML), or a folder of both")
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="runs of each recipe (default: %(default)s)"
     )

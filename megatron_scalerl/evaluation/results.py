@@ -111,7 +111,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         try:
             self._lock = lock_file(self.folder / "lock")
         except BlockingIOError:
-            raise ResultInUse(f"{folder}: another evaluation is running in this folder") from None
+            raise ResultInUse(f"{folder}: another evaluation runs in this folder; choose another folder") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
@@ -176,7 +176,7 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
 def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
     expected = msgspec.json.decode(msgspec.json.encode(header))
     if not isinstance(header_on_disk, dict):
-        raise OtherResult(f"{path}: the first line is not the header of an evaluation")
+        raise OtherResult(f"{path}: the first line is not the header of an evaluation; choose another folder")
     if expected["digest"]:
         # The digest identifies the policy. So the folder's path may differ.
         header_on_disk["policy"] = expected["policy"]

@@ -27,7 +27,7 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     with ProcessPoolExecutor(1, get_context("spawn"), _quiet) as pool:
         built = pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
-    assert built == counted, f"counted {counted}, built {built}"
+    assert built == counted, f"parameters counted: {counted}, parameters built: {built}"
     ranks = f"equal on the first rank of {plan.layout.world_size}"
     if plan.layout.pp > 1:
         return f"{ranks} of each pipeline stage"
