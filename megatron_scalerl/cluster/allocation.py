@@ -10,9 +10,9 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 ASSUMED_GPUS = 8
-"""Assumed GPUs of a node, where Slurm cannot be asked."""
+"""Assumed number of GPUs of a node, where Slurm cannot be asked."""
 ASSUMED_CPUS = 12
-"""Assumed CPUs of a node for each GPU, where Slurm cannot be asked."""
+"""Assumed number of CPUs of a node for each GPU, where Slurm cannot be asked."""
 
 
 @record
@@ -25,7 +25,7 @@ class Request:
     nodes: int
     gpus_per_node: int | None
     slots: int | None
-    """Ranks and engine devices of a node, for a run without GPUs."""
+    """Number of ranks and engine devices of a node, for a run without GPUs."""
     cpus: int | None
     """CPUs of a node."""
     gpu_hours: float | None
@@ -35,7 +35,7 @@ class Request:
     site: Path | None
     """Path of the site file."""
     max_requeues: int
-    """How often one job is queued again. With `chain`: the number of jobs after the first job."""
+    """How often one job is queued again at most. With `chain`: the number of jobs after the first job."""
     max_failures: int
     """Most restarts within one job after failures, without a new checkpoint in between."""
     chain: bool
@@ -51,11 +51,11 @@ class Allocation:
 
     nodes: int
     gpus: int
-    """GPUs of a node, 0 for a run on CPUs."""
+    """Number of GPUs of a node, 0 for a run on CPUs."""
     slots: int | None
-    """Ranks and engine devices of a node; None on one node, which runs the whole fleet."""
+    """Number of ranks and engine devices of a node; None on one node, which runs all ranks and engines."""
     cpus: int | None
-    """CPUs of a node, None for whole nodes."""
+    """Number of CPUs that the job requests of a node; None for whole nodes."""
 
 
 def allocate(

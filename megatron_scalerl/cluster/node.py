@@ -187,7 +187,7 @@ def canary(place: Path) -> Check:
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
         path = Path(folder) / "canary"
         write_durably(path, content)
-        os.close(lock_file(Path(folder) / "lock"))  # the controller of a run locks the run's folder
+        os.close(lock_file(Path(folder) / "lock"))  # tried, because a run's controller locks the run's folder
         if path.read_bytes() != content:
             return Check(name, "failed", f"{place}: the bytes read differ from the bytes written; {_ANOTHER}")
     return Check(name, "ok", f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")

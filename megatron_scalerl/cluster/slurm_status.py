@@ -31,7 +31,7 @@ class LedgerTotal:
     hours: float
     """Device-hours of all roles, up to the last heartbeat."""
     unit: str
-    """GPU-hours or device-hours, for printing."""
+    """Name of the unit of `hours` for printing: GPU-hours or device-hours."""
 
 
 def ledger_total(run: Path) -> LedgerTotal:

@@ -206,7 +206,7 @@ class Times:
     """Seconds that a run takes to start and to save."""
 
     startup_s: float
-    """Seconds until the first step."""
+    """Seconds from the job's start to the first step."""
     save_s: float
     """Seconds to finish the step in progress, with its weight update, and to write a checkpoint."""
 

@@ -22,8 +22,8 @@ finished, or with exit code 1 when the engine has not been in the run for --wait
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """Command that starts the engine's agent, which starts the engine once and ends with the engine."""
 ATTEMPTS = "attempts.jsonl"
-"""File with a run's attempts. The name is written here again, since `controller.run_folder` imports torch, and this
-process has to stay small next to an engine."""
+"""File with a run's attempts. `controller.run_folder` also has the name, but imports torch, and this process has to
+stay small next to an engine."""
 END = "end.json"
 """File of a run that says how the latest finished attempt ended."""
 FIRST_DELAY_S = 1.0

@@ -31,7 +31,7 @@ class Step:
     """The comparison of a budget with all larger budgets."""
 
     budget: int
-    """Thinking tokens."""
+    """The budget: number of thinking tokens."""
     largest_gain: float
     """Largest gain in pass rate of any larger budget; 0 for the largest budget."""
     upper: float

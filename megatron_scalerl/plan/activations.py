@@ -45,7 +45,7 @@ class Recompute:
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
-    """The recipe's recompute settings. Raises ValueError for unsupported settings."""
+    """The recipe's recompute settings. Raises ValueError for settings that the planner does not support."""
     model = recipe.megatron.model
     granularity: Any = model.get("recompute_granularity") or "none"
     modules: tuple[str, ...] = ()
@@ -69,14 +69,14 @@ def recompute_of(recipe: Recipe) -> Recompute:
 
 @record
 class Shape:
-    """Widths of one layer, taken from the family's Megatron options."""
+    """Widths of one layer, taken from the Megatron options of the model's family."""
 
     hidden: int
     query: int
     key: int
     value: int
     out: int
-    """Width of the output projection's input."""
+    """Width of the input of attention's output projection."""
     latent: int
     """Width of the outputs of multi-head latent attention's down-projections, which are not sharded; else 0."""
     projections: int
@@ -220,7 +220,7 @@ def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
 
 
 def _routed(shape: Shape, layout: Layout, imbalance: float) -> float:
-    """Tokens that the experts of the busiest rank receive, per token of that rank."""
+    """Tokens that the busiest expert-parallel rank's experts receive, per token that the rank holds."""
     routed = shape.top_k / layout.sp
     if layout.ep > 1:
         routed *= imbalance

@@ -135,7 +135,7 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
                 return engine
             continue
         for share in SHARES:
-            # vLLM's share of a device also has to hold weights and overhead.
+            # Besides the cache, vLLM's share of a device has to hold weights and overhead.
             cache = share * gpu.memory_bytes - memory.weights_bytes - memory.overhead_bytes
             if cache >= need:
                 vllm |= {"kv_cache_memory_bytes": int(cache // MIB) * MIB, "gpu_memory_utilization": share}

@@ -125,7 +125,7 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
                 + hint(folder, "model")
             )
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"algorithm.{key}: the tokenizer of {folder} differs from the policy's")
+            raise ValueError(f"algorithm.{key}: the tokenizer of {folder} has to equal the policy's tokenizer")
     if section is None or section.to == "base":
         return
     second = family(read_hf_config(section.to))
