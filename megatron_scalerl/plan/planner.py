@@ -141,8 +141,7 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError if the GPUs
-    cannot be split, or for settings that the planner does not support."""
+    """Plan the recipe's split if it takes `gpus`, else the fastest. Raises ValueError for sizes that do not fit."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
