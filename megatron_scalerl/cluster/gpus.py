@@ -129,7 +129,7 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
         memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu.handle, nvml.nvmlMemory_v2)
         if memory and memory.used // MIB >= FOREIGN_MIB:
             processes = _answer(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
-            # in a container the driver counts memory of processes that are not listed
+            # in a container this list may lack processes whose memory the driver counts
             pids = ", ".join(f"pid {process.pid}" for process in processes or ())
             yield f"{memory.used // MIB} MiB in use by {pids or 'processes that are not visible here'}"
         kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)

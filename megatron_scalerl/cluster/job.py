@@ -13,7 +13,7 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
-"""Seconds by which Slurm may send the signal before the time limit too early or, on a busy node, too late."""
+"""Seconds by which Slurm may be early or, on a busy node, late with the signal before the time limit."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",

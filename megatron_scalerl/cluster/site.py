@@ -145,7 +145,8 @@ def _numbered(gres: str, gpus: int) -> str:
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file (YAML); without a path the defaults. Raises ValueError with file, key and nearest known key."""
+    """The site file (YAML); without a path the defaults. Raises ValueError for an invalid setting, with file, key and
+    nearest known key."""
     if path is None:
         return Site()
     data = {key: value for key, value in read_yaml(path).items() if value is not None}

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
-    from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers
+    from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers, which takes seconds
     from megatron_scalerl.plan.settings import check_settings
     from megatron_scalerl.prompts.end_tokens import end_token_ids
     from megatron_scalerl.recipe.tasks import tasks_of

@@ -148,8 +148,8 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    # Problems are texts. If the recipe's prompts come from another file, the layout of those prompts decides, as in
-    # training.
+    # If the recipe's prompts are an evaluation file, no row holds messages. Else the rows of the recipe's prompts
+    # decide between text and messages, as in training.
     messages = None
     if recipe.prompts.path in [file.path for file in files]:
         messages = False

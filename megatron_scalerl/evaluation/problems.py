@@ -50,7 +50,7 @@ class Problem(Text):
     labels: Mapping[str, str] = field(default_factory=dict)
     """MATH-500: subject and level."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column, for a custom verifier, as in training."""
+    """Every column except problem and answer, for a custom verifier, as in training."""
 
 
 @record

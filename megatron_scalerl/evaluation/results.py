@@ -116,7 +116,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
             self._file = JsonlWriter(self.path, private=True)
-            # The header is on the disk before any row.
+            # The header is synced first, so that no row is on the disk without the header.
             if not self._file.size:
                 self._file.append({"header": header})
                 self._file.sync()

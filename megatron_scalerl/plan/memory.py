@@ -254,8 +254,8 @@ def logit_bytes(
 ) -> tuple[float, float]:
     """(gradients kept until the backward pass, workspace of the logit projection), bytes.
 
-    trainer.logit_workspace_mb bounds the workspace. A GPU uses the whole limit, a CPU blocks of at most 2^25
-    elements.
+    trainer.logit_workspace_mb bounds the workspace. A GPU takes workspace up to the limit; a CPU works in blocks of
+    at most 2^25 elements.
     """
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp

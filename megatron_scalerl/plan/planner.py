@@ -141,7 +141,7 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """Plan the recipe's split if it takes `gpus`, else the fastest. Raises ValueError for sizes that do not fit."""
+    """Plan the recipe's split if it has `gpus` GPUs, else the fastest. Raises ValueError for impossible sizes."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
