@@ -19,7 +19,8 @@ EXPORTED = (
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""Variables of the submitting shell that the job gets; other variables, with secrets, stay in the shell."""
+"""Variables of the submitting shell that the job gets; all further variables, which may hold secrets, stay in the
+shell."""
 
 
 @record

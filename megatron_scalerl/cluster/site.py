@@ -41,7 +41,7 @@ _FIXED_OPTIONS = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Options without which the job could not be saved, queued again or watched."""
+"""Options that the job needs to save the run, to be queued again, and to be watched."""
 _REPLACED_OPTIONS = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
@@ -131,7 +131,7 @@ def escaped(text: str) -> str:
 
 
 def _requests_gpus(name: str, value: object) -> bool:
-    """Whether an option requests GPUs, or another resource for each GPU."""
+    """Whether an option requests GPUs, or a resource for each GPU, such as mem-per-gpu."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
 

@@ -105,7 +105,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Submit, or print the status. Raises ValueError for user errors, RuntimeError where Slurm fails."""
+    """Submit, or print the status. Raises ValueError for wrong input, RuntimeError where Slurm fails."""
     for line in _lines(arguments):
         console.print(line)
     return 0

@@ -78,8 +78,8 @@ def submit(
 ) -> Iterator[str]:
     """Check the recipes, write the job script and submit the job; yields lines for the user.
 
-    Several recipes, or a throttle, make an array. name: name of the job. recipe_file: path of the only recipe.
-    Raises ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
+    Several recipes, or a throttle, make an array. name: name of the job. recipe_file: path of the only recipe. Raises
+    ValueError for wrong options or recipes, before any submission, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
     partition = assumed_partition(request, site.gres)
@@ -127,8 +127,8 @@ def submit(
 def _resolved(
     recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
-    """(recipes with the values that `check_inputs` filled in, lines for the user). Raises ValueError for user
-    errors."""
+    """(recipes with the values that `check_inputs` filled in, lines for the user). Raises ValueError for wrong
+    settings, policies or prompts."""
     from megatron_scalerl.controller.preflight import check_inputs  # imported here, since transformers is slow
 
     resolved = []

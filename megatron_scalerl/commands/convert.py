@@ -24,7 +24,7 @@ docs/checkpoints.md describes the formats."""
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run a conversion and print the summary.
 
-    Raises ValueError for user errors, OSError if a disk failed.
+    Raises ValueError for wrong folders or options, OSError if a disk failed.
     """
     started = time.monotonic()
     summary = arguments.convert(arguments, console)

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Keep one engine in the run until the run ends. Raises ValueError for user errors, OSError for a run's
+    """Keep one engine in the run until the run ends. Raises ValueError for wrong options, OSError for a run's
     unreadable recipe."""
     from megatron_scalerl.processes.signals import Stopped, run_until_signal
     from megatron_scalerl.recipe.file import load_recipe

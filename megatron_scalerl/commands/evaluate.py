@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Evaluate the policy. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
+    """Evaluate the policy. Raises ValueError for wrong options or files, RuntimeError and OSError for failed
+    processes."""
     from rich.progress import Progress
 
     from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest

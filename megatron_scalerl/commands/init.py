@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the recipe, and print the lines with reasons and the next commands. Raises ValueError for user errors."""
+    """Write the recipe, and print the lines with reasons and the next commands. Raises ValueError for wrong options
+    or files."""
     out = Path(arguments.out)
     if out.exists() and not arguments.force:
         raise ValueError(f"--out: {out} exists; name another file, or overwrite it with --force")

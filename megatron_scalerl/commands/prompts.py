@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the prompts; returns 0. Raises ValueError for user errors."""
+    """Print the prompts; returns 0. Raises ValueError for a wrong recipe or wrong prompts."""
     from megatron_scalerl.recipe.file import check_prompts
 
     recipe = recipe_of(arguments)

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Train and write the policy; returns 0. Raises ValueError for user errors."""
+    """Train and write the policy; returns 0. Raises ValueError for a wrong recipe or wrong examples."""
     recipe = recipe_of(arguments)
     if recipe.policy.adapter is not None:
         raise ValueError(

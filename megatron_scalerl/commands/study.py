@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the study to the end. Raises ValueError for user errors, RuntimeError if a run failed."""
+    """Run the study to the end. Raises ValueError for wrong options or recipes, RuntimeError if a run failed."""
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.commands.supervise import supervise

@@ -102,9 +102,10 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of_device(name: str) -> str | None:
-    """The key of `GPUS` that belongs to a CUDA device name, or is `name`; None for an unknown GPU.
+    """The key of `GPUS` for `name`, which is a CUDA device name or a key of `GPUS`; None for an unknown GPU.
 
-    Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
+    Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" differ from the SXM models in FLOP/s
+    and bandwidths.
     """
     return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)
 

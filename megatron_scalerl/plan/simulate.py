@@ -31,7 +31,7 @@ class QueueSettings:
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
-    """Seconds of a step on a batch of mean size. The time of other batches is proportional to their tokens."""
+    """Seconds of a step on a batch of mean size. The time of a batch is proportional to the batch's tokens."""
     publish_seconds: float
     """Seconds for which a weight update pauses the engines."""
     other_seconds: float = 0.0
