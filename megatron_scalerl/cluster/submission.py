@@ -271,7 +271,7 @@ def job_ids(run: Path) -> list[str]:
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     """The run's jobs among `jobs`, submitted by the command or by hand; running jobs come first."""
-    # a script that was submitted by hand has left no line in jobs.jsonl
+    # a job that was submitted by hand has no line in jobs.jsonl, and is found by the script
     submitted = set(job_ids(run))
     script = str(run / SLURM / "job.sbatch")
     run_jobs = [job for job in jobs if job.job_id in submitted or job.script == script]

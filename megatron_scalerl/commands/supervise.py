@@ -87,7 +87,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
                 child.send_signal(early_signals.pop(0))
             code = _exit_code(child.wait())
             child = None
-            # The child has charged its devices up to now, so the next child charges from now on.
+            # The child has charged devices up to now to the ledger, so the next child charges from now on.
             if _size(run_dir / "ledger.jsonl") != ledger_size:
                 variables |= uncharged_from_now()
             not_started = code in _START_FAILURE_CODES and failures == 0

@@ -80,8 +80,8 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         variance = float(np.var(values, ddof=1)) / prompts
         independent = float(prompts)
         if variance > 1e-15:
-            # The effective sample size: so many independent completions would give the mean the variance that prompts
-            # give.
+            # The effective sample size: the number of independent completions whose mean has the variance of this
+            # mean.
             independent = min(value * (1 - value) / variance, observations)
         tail = (1 - LEVEL) / 2
         # Student's t replaces the normal distribution, since the variance is estimated from the prompts.

@@ -131,7 +131,7 @@ def _stage_memory(
     logits = 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
-    # The largest logits and the largest recomputation of a layer are not allocated at the same time.
+    # The largest logits and the largest recomputation of a layer are not allocated together, so the larger counts.
     work = max(logits, layer_work)
     workspace = "logit workspace" if logits > layer_work else "layer workspace"
     moving = saved + stays + work
@@ -238,7 +238,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
         norm += hidden * width  # the norm's output, which is gathered into the head's input
     ends = 0.0
     if stage == layout.pp - 1:
-        ends = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
+        ends = norm / layout.sp + hidden * width + 8  # undivided: the head's input is not sequence-parallel
     if stage == 0:
         ends += 8
     return ends

@@ -263,7 +263,7 @@ def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
     """The fastest splits that fit the devices' memory, or the fastest of all splits if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
-    # If no split fits, the fastest split shows by how much.
+    # If no split fits, all are searched, and the fastest split shows how much memory is missing.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 

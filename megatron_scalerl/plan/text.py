@@ -95,7 +95,7 @@ def bottleneck(plan: RunPlan) -> str:
 def _trainer(plan: RunPlan) -> Table:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
-    # Only the first and the last stage are shown.
+    # Only the first and the last pipeline stage are shown.
     stages = [plan.trainer[0], *plan.trainer[1:][-1:]]
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
     if plan.layers != "te":
