@@ -156,7 +156,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
-    # length_penalty and routing_replay change neither a completion nor the verdict on a completion.
+    # Neither of these sections changes a completion or the verdict on a completion.
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
     rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
     return EvaluationInputs(
