@@ -10,9 +10,9 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 ASSUMED_GPUS = 8
-"""Assumed GPUs of a node, where Slurm cannot be asked."""
+"""Assumed number of GPUs of a node, where Slurm cannot be asked."""
 ASSUMED_CPUS = 12
-"""Assumed CPUs of a node for each GPU, where Slurm cannot be asked."""
+"""Assumed number of CPUs of a node for each GPU, where Slurm cannot be asked."""
 
 
 @record
@@ -25,7 +25,7 @@ class Request:
     nodes: int
     gpus_per_node: int | None
     slots: int | None
-    """Ranks and engine devices of a node, for a run without GPUs."""
+    """Number of ranks and engine devices of a node, for a run without GPUs."""
     cpus: int | None
     """CPUs of a node."""
     gpu_hours: float | None
@@ -35,7 +35,7 @@ class Request:
     site: Path | None
     """Path of the site file."""
     max_requeues: int
-    """How often one job is queued again. With `chain`: the number of jobs after the first job."""
+    """How often one job is queued again at most. With `chain`: the number of jobs after the first job."""
     max_failures: int
     """Most restarts within one job after failures, without a new checkpoint in between."""
     chain: bool
@@ -51,11 +51,11 @@ class Allocation:
 
     nodes: int
     gpus: int
-    """GPUs of a node, 0 for a run on CPUs."""
+    """Number of GPUs of a node, 0 for a run on CPUs."""
     slots: int | None
-    """Ranks and engine devices of a node; None on one node, which runs the whole fleet."""
+    """Number of ranks and engine devices of a node; None on one node, which runs all ranks and engines."""
     cpus: int | None
-    """CPUs of a node, None for whole nodes."""
+    """Number of CPUs that the job requests of a node; None for whole nodes."""
 
 
 def allocate(
@@ -63,7 +63,7 @@ def allocate(
 ) -> Allocation:
     """The nodes that the largest of the recipes needs. exclusive: whether the job may take whole nodes.
 
-    Raises ValueError for options that fit neither the partition nor every recipe.
+    Raises ValueError if the options do not fit the partition, or do not fit one of the recipes.
     """
     if not 1 <= request.nodes <= partition.nodes:
         raise ValueError(
@@ -140,8 +140,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
     """GPUs of a node: --gpus-per-node, else one per rank and engine device on one node, all GPUs on several nodes.
 
-    In a partition with GPUs the run takes GPUs, unless --gpus-per-node is 0. Raises ValueError for options that do
-    not fit.
+    In a partition with GPUs the run takes GPUs, unless --gpus-per-node is 0. Raises ValueError for --slots with GPUs,
+    for more GPUs than a node has, and for fewer than a run on one node takes.
     """
     devices = recipe.devices
     gpus = request.gpus_per_node
@@ -168,7 +168,8 @@ def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
-    """Nodes that a run needs. Raises ValueError if `nodes` are too few, or the nodes are too small."""
+    """Nodes that a run needs. Raises ValueError if `nodes` are too few, or if a node has too few devices for one
+    engine."""
     needed_nodes = hosts_needed(recipe, slots)
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
     if recipe.algorithm.teachers:

@@ -19,7 +19,7 @@ class Check(msgspec.Struct, frozen=True):
     """`failed`: a run on this node would fail or compute something else. `warning`: the run can start, but may be
     slower or fail later. `skipped`: the check cannot be made on this node."""
     found: str
-    """The state that was found on the node, with a remedy if a run cannot use the state."""
+    """The state that was found on the node, with a remedy if the status is `failed` or `warning`."""
 
     @property
     def line(self) -> str:
@@ -32,4 +32,4 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except OSError as error:
-        return Check(name, "failed", f"{error}; check whether the file system or the container forbids this")
+        return Check(name, "failed", f"{error}; check whether the file system or the container forbids the call")

@@ -131,7 +131,8 @@ def seconds_of(limit: str) -> int:
 
 
 def queued() -> list[Job]:
-    """This user's queued and running jobs, with a job for each task of an array. Raises RuntimeError."""
+    """This user's queued and running jobs, with a job for each task of an array. Raises RuntimeError if squeue
+    fails."""
     me = str(os.getuid())
     # --array: one line for each task; without --array all waiting tasks of an array share a line
     output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%o|%R")

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, checked from the job's first node")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument("--reports", metavar="FOLDER", help="folder for the reports, seen by all nodes")
+    several.add_argument("--reports", metavar="FOLDER", help="folder for the reports, which all nodes have to see")
     several.add_argument(
         "--within",
         type=float,
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Check the node, or all nodes of a job. Returns 0 or 1.
+    """Check the node, or all nodes of a job. Returns 1 if a check failed or a node is unfit, else 0.
 
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     checks = examine(recipe, arguments.recipe, arguments.gpus)
     report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        # not by the console, which would break long lines
+        # printed by `print`, because the console would break long lines
         print(report.decode(), end="")
     else:
         _show(checks, console)

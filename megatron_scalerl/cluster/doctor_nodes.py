@@ -27,9 +27,9 @@ BAD = "bad"
 """Name of the file with the unfit nodes. The file is not written if all nodes are unfit: excluding nodes would not
 help then."""
 PROGRAM_PREFIX = "megatron-scalerl: "
-"""Beginning of the lines that the program prints."""
+"""Beginning of the lines that megatron-scalerl prints about errors."""
 _LONGEST = 500
-"""Characters of a line that are shown."""
+"""Largest number of characters of a log's line in a reason."""
 
 
 def allocated_nodes() -> list[str]:
@@ -42,7 +42,7 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     """Check all nodes at once; returns unfit node -> reason, and writes the result to the file BAD.
 
     nodes: this node first. folder: folder of the reports. words: arguments of `doctor` on a node. within_s: a node
-    without a report after this time (s) is unfit. Raises OSError.
+    without a report after this time (s) is unfit. Raises OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / BAD).unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str
 
 
 def program_line(log: Path) -> str:
-    """The last line of the program in a log, else the last line of the log."""
+    """The last line that megatron-scalerl wrote to a log about an error, else the last line of the log."""
     lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
     program_lines = [line for line in lines if line.startswith(PROGRAM_PREFIX)]
     return printable((program_lines or lines or ["no output"])[-1].removeprefix(PROGRAM_PREFIX))[:_LONGEST]

@@ -125,18 +125,19 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
         yield gpu.name.strip("()")
         return
     try:
-        # version 2 leaves out the driver's own memory
+        # version 2 of this query (nvmlMemory_v2) leaves out the driver's own memory
         memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu.handle, nvml.nvmlMemory_v2)
         if memory and memory.used // MIB >= FOREIGN_MIB:
             processes = _answer(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
-            # in a container the driver counts memory of processes that are not listed
+            # in a container this list may lack processes whose memory the driver counts
             pids = ", ".join(f"pid {process.pid}" for process in processes or ())
             yield f"{memory.used // MIB} MiB in use by {pids or 'processes that are not visible here'}"
         kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
         errors = _answer(nvml, nvml.nvmlDeviceGetTotalEccErrors, gpu.handle, *kinds)
         if errors:
             yield f"{errors} uncorrected memory errors since the driver was loaded"
-        # the rows are: corrected, uncorrected, whether a remapping waits for a reset, whether a remapping failed
+        # four values: rows with corrected errors, with uncorrected errors, whether a remapping is pending, whether
+        # one failed
         rows = _answer(nvml, nvml.nvmlDeviceGetRemappedRows, gpu.handle)
         if rows and any(rows[2:]):
             yield "row remapping is pending or has failed"

@@ -13,13 +13,14 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
-"""Seconds by which Slurm may send the signal too early or, on a busy node, too late."""
+"""Seconds by which Slurm may be early or, on a busy node, late with the signal before the time limit."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""Variables of the submitting shell that the job gets; other variables, with secrets, stay in the shell."""
+"""Variables of the submitting shell that the job gets; all further variables, which may hold secrets, stay in the
+shell."""
 
 
 @record
@@ -64,7 +65,7 @@ def render(plan: JobPlan) -> str:
     options = _options(plan)
     for text in map(str, [*options, plan.script, *plan.runs, plan.cwd]):
         if not text.isprintable():
-            raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
+            raise ValueError(f"submit: remove line breaks and control characters from this text: {text!r}")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -76,8 +77,8 @@ def render(plan: JobPlan) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
-    # the script exports the job's --cpus-per-task, which srun does not read
-    # a site that counts CPUs per GPU has no such number
+    # srun does not read the job's --cpus-per-task, so the script exports the number; a site that counts CPUs per GPU
+    # has no such number
     cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
@@ -108,8 +109,8 @@ def render(plan: JobPlan) -> str:
 
 
 def _options(plan: JobPlan) -> list[str]:
-    """The options of the #SBATCH lines, one for each line. Raises ValueError for options of the site that do not
-    fit."""
+    """The options of the #SBATCH lines, one for each line. Raises ValueError for a site's options that request too
+    few GPUs or hold quotes."""
     request = plan.request
     nodes = plan.nodes
     options: dict[str, str | bool] = {
@@ -154,8 +155,8 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
 
 
 def _container(plan: JobPlan) -> str:
-    """The container's words in the script: options of srun for pyxis, else the command that starts the program
-    inside.
+    """The words that start the container in the script: options of srun for pyxis, else the command that starts the
+    program inside.
 
     Empty for container "none".
     """

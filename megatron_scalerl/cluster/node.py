@@ -137,7 +137,7 @@ def _cuda(built: str, supported: str) -> Check:
     if driver_version >= torch_version:
         return Check("CUDA", "ok", versions)
     remedy = "take nodes with a newer driver, or put a CUDA compatibility package on LD_LIBRARY_PATH"
-    # with the same major version, only kernels that are compiled at run time may fail
+    # with an older driver of the same major version a run fails only in kernels that are compiled at run time
     return Check("CUDA", "failed" if driver_version[0] < torch_version[0] else "warning", f"{versions}; {remedy}")
 
 
@@ -153,7 +153,7 @@ def _nccl(installed: Installed) -> Check:
 
 
 def node_space(name: str) -> Check:
-    """A check of the free space of the folder `SPACE[name]`. Raises OSError."""
+    """A check of the free space of the folder `SPACE[name]`. Raises OSError if the free space cannot be read."""
     free = _free(SPACE[name])
     space = f"{SPACE[name]}: {size(free)} free"
     if free >= SPACE_BYTES:
@@ -181,13 +181,13 @@ def place_of(run_dir: Path) -> Path:
 
 def canary(place: Path) -> Check:
     """A check that writes, syncs, renames and reads a file and takes a lock in a new folder in `place`. Raises
-    OSError."""
+    OSError if the file system refuses a step."""
     name = "output folder"
     content = secrets.token_bytes(65536)
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
         path = Path(folder) / "canary"
         write_durably(path, content)
-        os.close(lock_file(Path(folder) / "lock"))  # the controller of a run locks the run's folder
+        os.close(lock_file(Path(folder) / "lock"))  # tried, because a run's controller locks the run's folder
         if path.read_bytes() != content:
             return Check(name, "failed", f"{place}: the bytes read differ from the bytes written; {_ANOTHER}")
     return Check(name, "ok", f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
@@ -200,7 +200,7 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
     try:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
-        # these modules take seconds to import, so the first refusal comes before the import
+        # these modules take seconds to import, so a missing config.json is reported before the import
         from megatron_scalerl.plan.counting import count, load_family, trained_family
 
         family = load_family(folder)
@@ -211,12 +211,12 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
 
 
 def output_space(run_dir: Path, need: int | str) -> Check:
-    """A check of the free space for a run's checkpoints. need: bytes, or why the number is unknown. Raises
-    OSError."""
+    """A check of the free space for a run's checkpoints. need: bytes, or why the number is unknown. Raises OSError if
+    the free space cannot be read."""
     free = _free(place_of(run_dir))
     if isinstance(need, str):
         return Check(OUTPUT_SPACE, "skipped", f"{size(free)} free; the size of checkpoints is unknown: {need}")
-    # checkpoints that exist already do not have to be written again
+    # the run's checkpoints that exist already need no further space
     files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and not path.is_symlink())
     need -= sum(path.lstat().st_size for path in files)
     if free < need:
@@ -232,7 +232,8 @@ def _free(folder: Path) -> int:
 
 
 def _digests(recipe: Recipe | None) -> Check:
-    """A check that shows digests of code, recipe and policy, which have to be equal on all nodes. Raises OSError."""
+    """A check that shows digests of code, recipe and policy, which have to be equal on all nodes. Raises OSError for
+    an unreadable file."""
     digests = f"code {digest_of(PACKAGE)}"
     if recipe is not None:
         settings = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
@@ -241,14 +242,15 @@ def _digests(recipe: Recipe | None) -> Check:
 
 
 def digest_of(folder: Path) -> str:
-    """16 hexadecimal digits for names, sizes and last 64 KiB of a folder's visible files. Raises OSError.
+    """16 hexadecimal digits for names, sizes and last 64 KiB of a folder's visible files. Raises OSError for an
+    unreadable file.
 
-    Reading whole files of weights would take minutes. Training changes the ends of these files as well.
+    Reading whole files of weights would take minutes. Training also changes the last 64 KiB of a file of weights.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        # hidden files and caches are left out, since a copy on a node's disk may have others
+        # hidden files and caches are left out, since copies on the nodes' disks may differ in such files
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if path.is_file() and not hidden:
             with path.open("rb") as file:

@@ -57,7 +57,7 @@ def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str
     try:
         output, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        # nothing waits for the process, which may outlive the signal inside a broken driver
+        # no call waits for the process to end, because a process inside a broken driver may survive the signal
         process.kill()
         raise RuntimeError(f"{module} did not answer within {limit_s:g} s") from None
     if process.returncode or not output.strip():

@@ -41,7 +41,7 @@ _FIXED_OPTIONS = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Options without which the job could not be saved, queued again or watched."""
+"""Options that the job needs to save the run, to be queued again, and to be watched."""
 _REPLACED_OPTIONS = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
@@ -93,7 +93,7 @@ class Site(BaseModel):
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, job_options: Options, *, gpus: int) -> list[str]:
-        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for too few GPUs.
+        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for less than `gpus`.
 
         gpus: GPUs of a node; the number is added to a type of GPU without a number.
         """
@@ -131,12 +131,12 @@ def escaped(text: str) -> str:
 
 
 def _requests_gpus(name: str, value: object) -> bool:
-    """Whether an option requests GPUs, or another resource for each GPU."""
+    """Whether an option requests GPUs, or a resource for each GPU, such as mem-per-gpu."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
 
 def _numbered(gres: str, gpus: int) -> str:
-    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for too few GPUs."""
+    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for a number below `gpus`."""
     # matches `gpu` and `gpu:h100`, which give no number, but neither `gpu:4` nor `gpu:h100:4`
     numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(numbered) < gpus:
@@ -145,7 +145,8 @@ def _numbered(gres: str, gpus: int) -> str:
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file (YAML); without a path the defaults. Raises ValueError with file, key and nearest known key."""
+    """The site file (YAML); without a path the defaults. Raises ValueError for an invalid setting, with file, key and
+    nearest known key."""
     if path is None:
         return Site()
     data = {key: value for key, value in read_yaml(path).items() if value is not None}

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds-left",
         type=Path,
         metavar="RECIPE",
-        help="print for how many seconds --gpu-hours still pays for the run; the job script calls this",
+        help="print for how many seconds --gpu-hours still pays for the run; for use by the job script",
     )
     _add_job_arguments(parser.add_argument_group("job"))
 
@@ -100,12 +100,12 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="with several nodes: exclude a node that has not reported its check after S s (default: %(default)g)",
     )
-    job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
-    job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
+    job.add_argument("--startup-seconds", type=float, metavar="S", help="start-up time (default: of earlier starts)")
+    job.add_argument("--save-seconds", type=float, metavar="S", help="time of one save (default: of earlier saves)")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Submit, or print the status. Raises ValueError for user errors, RuntimeError where Slurm fails."""
+    """Submit, or print the status. Raises ValueError for wrong input, RuntimeError where Slurm fails."""
     for line in _lines(arguments):
         console.print(line)
     return 0
@@ -144,7 +144,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     recipes, duplicates = recipes_of(
         source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds
     )
-    yield from (f"{name} is left out: here the recipe is equal to {earlier}" for name, earlier in duplicates.items())
+    yield from (f"{name} is left out, since the recipe is equal to {earlier}" for name, earlier in duplicates.items())
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name

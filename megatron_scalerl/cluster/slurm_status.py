@@ -21,7 +21,7 @@ ROLES = ("setup", "preflight", "controller")
 FIRST_NODE = "first-node.log"
 """File in an attempt's folder. Another node writes a line there if the first node was lost."""
 _LONGEST = 500
-"""Characters of a reason that are shown."""
+"""Largest number of characters of a reason that is printed."""
 
 
 @record
@@ -31,7 +31,7 @@ class LedgerTotal:
     hours: float
     """Device-hours of all roles, up to the last heartbeat."""
     unit: str
-    """GPU-hours or device-hours, for printing."""
+    """Name of the unit of `hours` for printing: GPU-hours or device-hours."""
 
 
 def ledger_total(run: Path) -> LedgerTotal:
@@ -44,7 +44,8 @@ def ledger_total(run: Path) -> LedgerTotal:
 
 
 def seconds_left(recipe_file: Path, budget: float) -> int:
-    """Seconds for which the budget still pays for the run's fleet. budget: device-hours. Raises ValueError."""
+    """Seconds for which the budget still pays for the run's fleet. budget: device-hours. Raises ValueError for a
+    wrong recipe."""
     recipe = load_recipe(recipe_file)
     return max(0, int((budget - ledger_total(recipe.run_dir).hours) * 3600 / recipe.devices))
 
@@ -125,7 +126,7 @@ def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str
     yield f"step {metrics.get('step', 0)} of {recipe.get('steps')}{rate}"
     for row in read_jsonl(run / "validation.jsonl")[-1:]:
         yield f"held-out pass rate {row['pass_rate']:.3f} at step {row['step']}"
-    if running and metrics:  # the controller's event loop writes to the ledger every HEARTBEAT_S
+    if running and metrics:  # the controller's event loop writes a heartbeat to the ledger every HEARTBEAT_S
         since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
         lag = metrics.get("loop_lag_seconds", 0.0)
         yield f"last heartbeat {since} ago; the event loop was up to {lag:.1f} s late in the last batch"

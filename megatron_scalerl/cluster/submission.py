@@ -37,9 +37,9 @@ def recipes_of(
     """(recipes, left-out overlay -> the equal overlay).
 
     source: a recipe file, or a folder, whose files *.yaml are read in the order of the names. base: the recipe that
-    the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is left out.
-    seeds: number of runs of each recipe, with the seeds 1, 2 ...; None: one run, with the recipe's own seed.
-    Raises ValueError.
+    the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is left out. seeds:
+    number of runs of each recipe, with the seeds 1, 2 ...; None: one run, with the recipe's own seed. Raises
+    ValueError for a wrong recipe, and for two recipes with one run folder.
     """
     if not array:
         return [load_recipe(source, overrides)], {}
@@ -78,8 +78,8 @@ def submit(
 ) -> Iterator[str]:
     """Check the recipes, write the job script and submit the job; yields lines for the user.
 
-    Several recipes, or a throttle, make an array. name: name of the job. recipe_file: path of the only recipe.
-    Raises ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
+    Several recipes, or a throttle, make an array. name: name of the job. recipe_file: path of the only recipe. Raises
+    ValueError for wrong options or recipes, before any submission, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
     partition = assumed_partition(request, site.gres)
@@ -103,7 +103,7 @@ def submit(
         (run / SLURM).mkdir(parents=True, exist_ok=True)
         write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
     plan.script.parent.mkdir(parents=True, exist_ok=True)
-    # the script is written last: the time of a finished run's end.json is compared with the script's time
+    # the script is written last: the job compares the script's time with the time of a finished run's end.json
     write_durably(plan.script, render(plan).encode())
     cluster.check_syntax(plan.script)
     yield f"job script: {plan.script}"
@@ -127,8 +127,9 @@ def submit(
 def _resolved(
     recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
-    """(recipes in the form that the runs record, lines for the user). Raises ValueError for user errors."""
-    from megatron_scalerl.controller.preflight import check_inputs  # this module imports transformers
+    """(recipes with the values that `check_inputs` filled in, lines for the user). Raises ValueError for wrong
+    settings, policies or prompts."""
+    from megatron_scalerl.controller.preflight import check_inputs  # imported here, since transformers is slow
 
     resolved = []
     checks = "passed"
@@ -187,7 +188,7 @@ def _submit(plan: JobPlan) -> list[str]:
     try:
         jobs.append(cluster.submit(plan.script))
         if request.chain:
-            # with afterany the next job starts after any end of a job, and goes on from the newest checkpoint
+            # with afterany the next job starts however the job before ended, and goes on from the newest checkpoint
             for _ in range(request.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {"max_requeues": request.max_requeues, "gpu_hours": request.gpu_hours}
@@ -195,7 +196,7 @@ def _submit(plan: JobPlan) -> list[str]:
             run_jobs = [f"{job}_{index}" for job in jobs] if request.throttle else jobs
             append_row(run / SLURM / JOBS, {"jobs": run_jobs, **row, "unix_time": time.time()})
     except BaseException:
-        cluster.cancel(jobs)  # no job remains without a record
+        cluster.cancel(jobs)  # a job whose id was not recorded must not run
         raise
     return jobs
 
@@ -205,7 +206,7 @@ class Times:
     """Seconds that a run takes to start and to save."""
 
     startup_s: float
-    """Seconds until the first step."""
+    """Seconds from the job's start to the first step."""
     save_s: float
     """Seconds to finish the step in progress, with its weight update, and to write a checkpoint."""
 
@@ -270,7 +271,7 @@ def job_ids(run: Path) -> list[str]:
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     """The run's jobs among `jobs`, submitted by the command or by hand; running jobs come first."""
-    # a script that was submitted by hand has left no line in jobs.jsonl
+    # a job that was submitted by hand has no line in jobs.jsonl, and is found by the script
     submitted = set(job_ids(run))
     script = str(run / SLURM / "job.sbatch")
     run_jobs = [job for job in jobs if job.job_id in submitted or job.script == script]

@@ -24,7 +24,7 @@ docs/checkpoints.md describes the formats."""
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run a conversion and print the summary.
 
-    Raises ValueError for user errors, OSError if a disk failed.
+    Raises ValueError for wrong folders or options, OSError if a disk failed.
     """
     started = time.monotonic()
     summary = arguments.convert(arguments, console)
@@ -36,7 +36,7 @@ def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: floa
     tensors = f"{summary.tensors} tensors, {size(summary.nbytes)}"
     if arguments.name == "verify":
         return f"{arguments.first} and {arguments.second}: {tensors}, equal bit for bit"
-    line = f"{arguments.out}: {tensors} in {seconds:.1f} s"
+    line = f"{arguments.out}: {tensors} written in {seconds:.1f} s"
     if summary.verified:
         line += ", compared bit for bit"
     return line
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", type=Path, metavar="HF_DIR", help="Hugging Face folder, or its name on the hub"
     )
     to_hf = commands.add_parser("to-hf", help="write a folder that opens in transformers and in vLLM")
-    to_hf.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="checkpoint of to-megatron, or of a run")
+    to_hf.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="checkpoint that to-megatron or a run wrote")
     to_hf.add_argument(
         "--like",
         type=Path,

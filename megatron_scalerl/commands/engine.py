@@ -22,8 +22,8 @@ finished, or with exit code 1 when the engine has not been in the run for --wait
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """Command that starts the engine's agent, which starts the engine once and ends with the engine."""
 ATTEMPTS = "attempts.jsonl"
-"""File with a run's attempts. The name is written here again, since `controller.run_folder` imports torch, and this
-process has to stay small next to an engine."""
+"""File with a run's attempts. `controller.run_folder` also has the name, but imports torch, and this process has to
+stay small next to an engine."""
 END = "end.json"
 """File of a run that says how the latest finished attempt ended."""
 FIRST_DELAY_S = 1.0
@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Keep one engine in the run until the run ends. Raises ValueError for user errors, OSError for files."""
+    """Keep one engine in the run until the run ends. Raises ValueError for wrong options, OSError for a run's
+    unreadable recipe."""
     from megatron_scalerl.processes.signals import Stopped, run_until_signal
     from megatron_scalerl.recipe.file import load_recipe
 
@@ -113,12 +114,12 @@ def engine_name() -> str:
 
 
 def has_ended(folder: Path) -> bool:
-    """True if the newest attempt finished the run. A run that an earlier attempt finished was extended and goes
+    """True if the newest attempt finished the run. A run that only an earlier attempt finished was extended, and goes
     on."""
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
-    # slices, because a run that has not ended has no last element of `ends`
+    # slices are compared, because `ends` has no last element before the run has ended
     return bool(attempts) and attempts[-1:] == ends[-1:]
 
 

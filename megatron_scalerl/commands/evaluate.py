@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", action="append", required=True, metavar="FILE[:SCHEMA]", help="evaluation file; may be repeated"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the result")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
     parser.add_argument("--k", type=int, default=16, metavar="K", help="completions of each problem (default: 16)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of sampling (default: 1)")
     parser.add_argument(
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="least gain in pass rate (0 to 1) for which a larger budget pays (default: 0.01)",
     )
-    parser.add_argument("--recipe", metavar="FILE", help="recipe of the training, for example RUN/recipe.yaml")
+    parser.add_argument("--recipe", metavar="FILE", help="recipe of the training run, for example RUN/recipe.yaml")
     parser.add_argument(
         "--training",
         action="append",
@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Evaluate the policy. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
+    """Evaluate the policy. Raises ValueError for wrong options or files, RuntimeError and OSError for failed
+    processes."""
     from rich.progress import Progress
 
     from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         keys = evaluated.keys(k)
         missing_count = len(result.missing(keys))
         if missing_count < len(keys):
-            console.print(f"{len(keys) - missing_count} of {len(keys)} completions are done already")
+            console.print(f"{len(keys) - missing_count} of {len(keys)} completions are in the folder already")
         if missing_count:
             console.print("starting the engines")
 

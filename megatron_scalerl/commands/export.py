@@ -53,5 +53,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Export the policy. Raises ValueError if the run has no complete checkpoint or the output folder exists."""
     step = export(arguments.run_dir, arguments.out, merged=arguments.merged)
-    console.print(f"{arguments.out}: the policy of step {step}")
+    console.print(f"{arguments.out}: wrote the policy of step {step}")
     return 0

@@ -40,7 +40,7 @@ SHORTEST = 16
 CPU_LENGTHS = (64, 256)
 """Range of the longest completion if CPUs generate (tokens)."""
 CPU_FLOPS = 3e12
-"""FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen for this number."""
+"""FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen to reach this number."""
 SMALL = 1e9
 """Number of parameters below which a policy is small, and a chat policy is sampled at a lower temperature."""
 CPU_BATCH = 8
@@ -54,7 +54,7 @@ VALIDATIONS = 25
 SAVES = 10
 """Number of checkpoints that a run writes."""
 PAPER_PARAMETERS = 8.03e9
-"""Parameters of the paper's dense policy."""
+"""Number of parameters of the ScaleRL paper's dense policy."""
 STATE_BYTES = 12
 """Bytes of a checkpoint for each parameter that is trained: fp32 weights and Adam's moments."""
 DOUBTS = {
@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the recipe, and print the lines with reasons and the next commands. Raises ValueError for user errors."""
+    """Write the recipe, and print the lines with reasons and the next commands. Raises ValueError for wrong options
+    or files."""
     out = Path(arguments.out)
     if out.exists() and not arguments.force:
         raise ValueError(f"--out: {out} exists; name another file, or overwrite it with --force")
@@ -139,7 +140,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"enough for a first run; {FIRST_STEPS} are enough for a first look"),
+        "steps": (STEPS, f"steps, enough for a first run; {FIRST_STEPS} are enough for a first look"),
         "output_dir": ("runs", "folder that will contain the run's folder"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),
@@ -186,7 +187,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
 def _with_overrides(choices: Choices, overrides: Sequence[str]) -> Choices:
     """The choices, replaced by the user's settings; `engine.vllm.x=1` is merged into the chosen engine.vllm.
 
-    Raises `RecipeError`.
+    Raises `RecipeError` for a setting that is not KEY=VALUE.
     """
     from megatron_scalerl.recipe.file import merged, override
 
@@ -243,7 +244,8 @@ def _prompt_choices(
 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
-    # one very long prompt must not take the room of all completions: half of the positions are for completions
+    # half of the positions stay free for completions, so that one very long prompt does not make all completions
+    # short
     spare = DOUBT_TOKENS if chat.doubts else 0
     longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
@@ -260,7 +262,7 @@ def _prompt_choices(
             f"{longest} and {forced} forced tokens; take a policy with a longer context"
         )
     longest_completion = recipe.max_completion_tokens
-    reason = "as in the paper"
+    reason = "as in the ScaleRL paper"
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
     if not gpus:
@@ -279,8 +281,8 @@ def _prompt_choices(
         "prompts.chat_template": (chat.chat_template, template_reason),
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, tag_reason),
-        "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
-        "prompts.held_out": (held_out, "prompts for validation alone; training uses the rest"),
+        "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts have at most this length"),
+        "prompts.held_out": (held_out, "prompts for validation alone; training uses all further prompts"),
         "interruption.enabled": (recipe.interruption.enabled, "true if a tag closes the thinking"),
         "interruption.thinking_tokens": (budget["thinking_tokens"], reason),
         "interruption.answer_tokens": (budget["answer_tokens"], "a seventh of the completion"),
@@ -309,7 +311,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
 
     paper = OptimizerSection()
     rate = paper.lr * max(1.0, (PAPER_PARAMETERS / parameters) ** 0.5)
-    rate_reason = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
+    rate_reason = f"the ScaleRL paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
     if recipe.policy.lora is not None:
         rate *= ADAPTERS_LR / paper.lr
         rate_reason += ", x 10 for adapters (Schulman et al. 2025)"
@@ -320,9 +322,9 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
     temperature_reason = "sample from the policy's own distribution"
     if recipe.prompts.chat_template and parameters < SMALL:
         temperature = 0.7
-        temperature_reason = "small chat policies write incoherent text at 1"
+        temperature_reason = "small chat policies write incoherent text at temperature 1"
     staleness = recipe.rollouts.max_staleness_steps
-    staleness_reason = "PipelineRL-8, as in the paper"
+    staleness_reason = "PipelineRL-8, as in the ScaleRL paper"
     if not gpus:
         staleness = 1
         staleness_reason = "on CPUs the engines are ahead of the trainer, so completions reach this limit"
@@ -339,7 +341,7 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         "forecast.fit_from_steps": (validation_interval, "the first validation after step 0"),
         "checkpoint.every_steps": (
             checkpoint_interval,
-            f"a crash loses at most so many steps; 2 checkpoints are kept, {bytes_each} each",
+            f"a crash loses at most this many steps; 2 checkpoints are kept, {bytes_each} each",
         ),
     }
 
@@ -352,7 +354,7 @@ def _layout_choices(plan: RunPlan) -> Choices:
     choices = {
         "trainer.world_size": (recipe.trainer.world_size, fits(plan)),
         "megatron.parallel": (recipe.megatron.parallel, "the smallest groups that fit"),
-        "megatron.model": (recipe.megatron.model, "the least recomputation that fits"),
+        "megatron.model": (recipe.megatron.model, "the least recomputation that fits into memory"),
         "engine.count": (recipe.engine.count, "the fastest split of the GPUs, by the planner"),
         "engine.devices_per_engine": (recipe.engine.devices_per_engine, ""),
         "engine.colocate": (recipe.engine.colocate, "trainer and engine take turns on a GPU"),

@@ -27,7 +27,7 @@ EPILOG = """examples:
 A bar separates two tokens; special tokens are bold, and tokens without a loss are in brackets. `train` makes the same
 checks."""
 WRONG = "\\boxed{-918273645}"
-"""A wrong answer to every problem: no reference is this number."""
+"""A wrong answer to every problem, because no problem has this number as the reference."""
 WIDTH = 200
 """Most characters of a text that are printed."""
 
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the prompts; returns 0. Raises ValueError for user errors."""
+    """Print the prompts; returns 0. Raises ValueError for a wrong recipe or wrong prompts."""
     from megatron_scalerl.recipe.file import check_prompts
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
-    from megatron_scalerl.controller.preflight import checked_prompts  # this module imports transformers
+    from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers, which takes seconds
     from megatron_scalerl.plan.settings import check_settings
     from megatron_scalerl.prompts.end_tokens import end_token_ids
     from megatron_scalerl.recipe.tasks import tasks_of
@@ -120,11 +120,11 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         _show(title, tokenizer, prompt.token_ids, console)
         console.print(f"reference: {shortened(prompt.answer)}")
         reference = prompt.answer
-        # a worked solution marks the answer: a second box would hold the text of the whole solution
+        # no box is put around a worked solution, which marks the answer by \boxed or ####
         if not any(mark in reference for mark in ("\\boxed", "####")):
             reference = f"\\boxed{{{reference}}}"
         answers = {"the reference itself": reference, "a wrong answer": WRONG}
-        if task.rewards.verifier == "code":  # the reference is unit tests, not a program
+        if task.rewards.verifier == "code":  # the references of `code` are unit tests, which are no answer
             del answers["the reference itself"]
         for name, text in answers.items():
             score = verify(text, prompt.answer, {**prompt.extra, "prompt": prompt.text})
@@ -150,7 +150,8 @@ async def _show_episode(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """Print an episode of the environment in which the policy gives `responses`. Raises EnvironmentFailed."""
+    """Print an episode of the environment in which the policy gives `responses`. Raises EnvironmentFailed if the
+    environment raises or stops."""
     from megatron_scalerl.environments.pool import EnvironmentPool
     from megatron_scalerl.environments.response import Response
     from megatron_scalerl.prompts.turns import PastTurn

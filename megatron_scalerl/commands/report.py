@@ -27,12 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="with --html: number of a group whose completions are in the page; may be repeated",
+        help="with --html: number of a group whose completions the page shows; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the report, or write the page or the numbers. Raises ValueError for a folder without a run, OSError."""
+    """Print the report, or write the page or the numbers. Raises ValueError for a folder without a run, OSError for
+    an unwritable file."""
     if arguments.json and (arguments.html or arguments.group):
         raise ValueError("--json writes numbers and no page; leave out --html and --group")
     if arguments.json:

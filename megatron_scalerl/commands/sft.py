@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Train and write the policy; returns 0. Raises ValueError for user errors."""
+    """Train and write the policy; returns 0. Raises ValueError for a wrong recipe or wrong examples."""
     recipe = recipe_of(arguments)
     if recipe.policy.adapter is not None:
         raise ValueError(
             "policy.adapter: a warm start would train policy.path without the adapter; merge the adapter into the "
             "policy with PEFT, or set policy.adapter=null"
         )
-    from megatron_scalerl.plan.settings import check_settings  # this module imports torch
+    from megatron_scalerl.plan.settings import check_settings  # imports torch, which takes seconds
     from megatron_scalerl.trainer.sft import run_sft
 
     check_settings(recipe)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the ceiling or the efficiency of the fitted curve, and which differences the runs do not show."
     )
     parser.epilog = EPILOG
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe, overlay, or a folder of them")
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe or overlay (YAML), or a folder of both")
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="runs of each recipe (default: %(default)s)"
     )
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the study to the end. Raises ValueError for user errors, RuntimeError if a run failed."""
+    """Run the study to the end. Raises ValueError for wrong options or recipes, RuntimeError if a run failed."""
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.commands.supervise import supervise
@@ -134,7 +134,7 @@ def _compare(
         words += ["--compute", "step"]
     if arguments.target is not None:
         words += ["--target", str(arguments.target)]
-    # The parser of `fit` sets the defaults of `fit`.
+    # The words are parsed by `fit`, because the parser fills in the defaults of `fit`.
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     command.run(parser.parse_args(words), console)

@@ -83,11 +83,11 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             old_ends = read_jsonl(run_dir / "end.json")
             # In a new session: a terminal's SIGINT reaches the child once, from this process.
             child = subprocess.Popen(tied_command([*command]), start_new_session=True, env=variables)
-            while early_signals:  # received while the child was being started
+            while early_signals:  # signals that this process received before `child` was set
                 child.send_signal(early_signals.pop(0))
             code = _exit_code(child.wait())
             child = None
-            # The child has charged its devices up to now, so the next child charges from now on.
+            # The child has charged devices up to now to the ledger, so the next child charges from now on.
             if _size(run_dir / "ledger.jsonl") != ledger_size:
                 variables |= uncharged_from_now()
             not_started = code in _START_FAILURE_CODES and failures == 0

@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the recipe to the end. Raises ValueError for user errors, RuntimeError and OSError for failures."""
+    """Run the recipe to the end. Raises ValueError for wrong options or recipes, RuntimeError and OSError for
+    failures of the run."""
     from megatron_scalerl.launch.hosts import hosts_of
     from megatron_scalerl.recipe.file import check_prompts
 

@@ -31,7 +31,7 @@ class Step:
     """The comparison of a budget with all larger budgets."""
 
     budget: int
-    """Thinking tokens."""
+    """The budget: number of thinking tokens."""
     largest_gain: float
     """Largest gain in pass rate of any larger budget; 0 for the largest budget."""
     upper: float
@@ -70,7 +70,7 @@ class Saturation:
 
 
 def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MARGIN) -> Saturation:
-    """The answer of the rule in this module's docstring.
+    """The budget at which more thinking stops paying, by the rule in this module's docstring.
 
     budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
     """

@@ -66,7 +66,8 @@ class Completer:
     """A function that gets the number of tokens of each completion."""
 
     async def engine(self, number: int) -> EngineClient:
-        """The engine for problem `number`, shared by all completions of the problem. Raises HeldEngineLost."""
+        """The engine for problem `number`, shared by all completions of the problem. Raises HeldEngineLost if `only`
+        was evicted."""
         if self.only is None:
             await self.members.until(lambda: bool(self.members.serving))
             serving = self.members.serving
@@ -80,7 +81,7 @@ class Completer:
     ) -> None:
         """Complete one request. first: engine of the first attempt. rank: the request's place in a round.
 
-        Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
+        Raises HeldEngineLost if `only` was evicted, and RuntimeError as `Sampler.complete` does.
         """
         priority = VALIDATION_PRIORITY + rank
         result: ScoredCompletion | CompletionLost
@@ -112,7 +113,8 @@ class Completer:
         finished(request, result)
 
     async def complete_all(self, requests: Iterable[Request], finished: Finished) -> None:
-        """Complete every request. Raises HeldEngineLost, or another failure that occurred at the same time."""
+        """Complete every request. Raises the first failure of a request that is not HeldEngineLost; else
+        HeldEngineLost."""
         waiting = iter(requests)
 
         async def work() -> None:
@@ -128,7 +130,7 @@ class Completer:
                 for _ in range(self.at_once):
                     tasks.create_task(work())
         except BaseExceptionGroup as failures:
-            # Many failures end in an evicted engine, so a failure of another type says more about the cause.
+            # Many causes end in HeldEngineLost, so a failure of any other type says more about the cause.
             raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
     async def _in_rounds(self, rounds: Rounds, requests_left: list[Request], finished: Finished) -> None:

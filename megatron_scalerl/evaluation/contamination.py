@@ -25,9 +25,9 @@ WORDS = 13
 SHORTEST = 8
 """A problem with fewer words is hit only by a training prompt of exactly these words."""
 MOST_HITS = 100
-"""Number of hits of a problem that are kept, by the largest share.
+"""Largest number of hits of a problem that are kept, the hits with the largest shares.
 
-An instruction with which all prompts and problems begin makes a hit for each pair.
+The number is limited because an instruction with which all prompts and problems begin makes a hit for each pair.
 """
 _WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})

@@ -80,7 +80,8 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         variance = float(np.var(values, ddof=1)) / prompts
         independent = float(prompts)
         if variance > 1e-15:
-            # The effective sample size is the number of independent draws that have the variance of the prompts.
+            # The effective sample size: the number of independent completions whose mean has the variance of this
+            # mean.
             independent = min(value * (1 - value) / variance, observations)
         tail = (1 - LEVEL) / 2
         # Student's t replaces the normal distribution, since the variance is estimated from the prompts.

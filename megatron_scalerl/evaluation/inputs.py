@@ -72,7 +72,8 @@ class EvaluationInputs:
         seed: int,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError.
+        """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError if
+        a row cannot be written.
 
         samplers: budget -> sampler with this budget. A completion has the same seed at every budget. finished: called
         after each new row.
@@ -145,8 +146,8 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    # Problems are texts. If the recipe's prompts come from another file, the layout of those prompts decides, as in
-    # training.
+    # If the recipe's prompts are an evaluation file, no row holds messages. Else the rows of the recipe's prompts
+    # decide between text and messages, as in training.
     messages = None
     if recipe.prompts.path in [file.path for file in files]:
         messages = False
@@ -170,7 +171,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> EvaluationInputs | None:
     """Read and render the files of the recipe's `evaluation`, and compare the problems with the training prompts.
 
-    None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
+    None without evaluations. Raises ValueError for wrong files, as `read_problems` and `rendered` do.
     """
     section = recipe.evaluation
     if not section.every_steps:
@@ -193,7 +194,8 @@ def rendered(
 ) -> dict[str, tuple[Prompt, ...]]:
     """File name -> [P] problems of the file, rendered as the recipe's prompts.
 
-    Raises ValueError for two files of one name, which `key` gave, and for a prompt that is too long.
+    Raises ValueError for two files of one name and for a prompt that is too long. key: the setting or option that
+    names the files, for the message.
     """
     limit = recipe.prompts.max_prompt_tokens
     renderer = PromptRenderer(tokenizer, recipe.prompts)
@@ -236,7 +238,8 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
 
 
 def policy_digest(folder: str | Path) -> str:
-    """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError."""
+    """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError for an
+    unreadable file."""
     # The folder's name is left out, because a moved folder is the same policy.
     folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):

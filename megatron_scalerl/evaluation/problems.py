@@ -50,7 +50,7 @@ class Problem(Text):
     labels: Mapping[str, str] = field(default_factory=dict)
     """MATH-500: subject and level."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column, for a custom verifier, as in training."""
+    """Every column except problem and answer, for a custom verifier, as in training."""
 
 
 @record
@@ -86,7 +86,7 @@ class ProblemFile:
 def split_schema(text: str) -> tuple[str, str | None]:
     """(path, schema) of `FILE`, `FILE:aime`, `FILE:math500` or `FILE:PROBLEM,ANSWER`. For `FILE` the schema is None.
 
-    Raises ValueError for another schema after the last colon, unless a file of the whole name exists.
+    Raises ValueError for an unknown schema after the last colon, unless a file is named like the whole text.
     """
     path, colon, schema = text.rpartition(":")
     if not colon or Path(text).exists():

@@ -111,17 +111,17 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         try:
             self._lock = lock_file(self.folder / "lock")
         except BlockingIOError:
-            raise ResultInUse(f"{folder}: another evaluation is running in this folder") from None
+            raise ResultInUse(f"{folder}: another evaluation runs in this folder; choose another folder") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
             self._file = JsonlWriter(self.path, private=True)
-            # The header is on the disk before any row.
+            # The header is synced first, so that no row is on the disk without the header.
             if not self._file.size:
                 self._file.append({"header": header})
                 self._file.sync()
         except BaseException:
-            # Without the object nobody could close the lock, and a second try would be refused.
+            # A failed constructor returns no object that could close the lock, so a second try would be refused.
             os.close(self._lock)
             raise
 
@@ -138,7 +138,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.rows[row.key] = row
 
     def finish(self, summary: dict[str, Any]) -> Path:
-        """Write the summary once every row is on the disk; returns the summary's path. Raises OSError."""
+        """Write the summary once every row is on the disk; returns the summary's path. Raises OSError if a file
+        cannot be written."""
         self._file.sync()
         path = self.folder / SUMMARY
         write_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -154,7 +155,8 @@ def _problem_of(key: Key) -> tuple[str, int, int | None]:
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
-    """The rows of an existing file. A new file has no rows. Raises OtherResult."""
+    """The rows of an existing file. A new file has no rows. Raises OtherResult for damaged rows, or for a header that
+    is not `header`."""
     try:
         lines = read_jsonl(path)
     except ValueError as error:
@@ -174,9 +176,9 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
 def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
     expected = msgspec.json.decode(msgspec.json.encode(header))
     if not isinstance(header_on_disk, dict):
-        raise OtherResult(f"{path}: the first line is not the header of an evaluation")
+        raise OtherResult(f"{path}: the first line is not the header of an evaluation; choose another folder")
     if expected["digest"]:
-        # The digest identifies the policy, wherever the folder is now.
+        # The digest identifies the policy. So the folder's path may differ.
         header_on_disk["policy"] = expected["policy"]
     for key, was, now in differing(header_on_disk, expected):
         raise OtherResult(f"{path}: the file is of another evaluation: {key}: {was!r}, not {now!r}")

@@ -55,7 +55,7 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
     def mean_of(numbers: list[int]) -> Estimate:
         return rate_over_prompts(shares[numbers], observations=sum(len(outcomes[i]) for i in numbers))
 
-    # Problems are numbered from 0 here, as in `shares`.
+    # Here problems are numbered from 0, to index `shares`.
     numbers_of: dict[str, dict[str, list[int]]] = {}
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
@@ -150,7 +150,7 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
         if k in summary.pass_at_k and k > 1:
             row.append(f"{summary.pass_at_k[k].value:.3f}")
         elif k > 1:
-            # The file has fewer than k completions of some problem, because completions were lost.
+            # At this budget a problem has fewer than k completions, because completions were lost.
             row.append("")
         row.append(f"{summary.mean_tokens:,.1f}")
         row += [f"{share:.3f}" for share in (summary.interrupted_share, summary.truncated_share)]

@@ -7,12 +7,11 @@ The saved tensors depend on the layers and on the device (`Kernels`):
   log-sum-exp. These facts are read from the sources of version 2.11. With version 2.20.2 on one H200 the planner's
   memory was 1.05 and 1.07 times what two shapes took (docs/measurements.md).
 * `plain` layers are used without Transformer Engine (`trainer/layers`). Unfused SwiGLU saves five widths instead of
-  three. Rotary angles are saved per token. Attention saves padded copies of queries, keys, values and output.
-  On a CPU norms save two fp32 copies. The CPU's figures were measured with
-  `torch.autograd.graph.saved_tensors_hooks`, and tools/bench_plan.py compares whole runs.
-  On a GPU PyTorch's norm is a kernel that saves the input and one number per token. Attention is PyTorch's flash (or
-  cuDNN) kernel, which saves the same tensors as the CPU's. The GPU's figures are derived from PyTorch's sources, and
-  not measured.
+  three. Rotary angles are saved per token. Attention saves padded copies of queries, keys, values and output. On a
+  CPU norms save two fp32 copies. The CPU's figures were measured with `torch.autograd.graph.saved_tensors_hooks`, and
+  tools/bench_plan.py compares plans with the memory of whole runs. On a GPU PyTorch's norm is a kernel that saves the
+  input and one number per token. Attention is PyTorch's flash (or cuDNN) kernel, which saves the same tensors as the
+  CPU's. The GPU's figures are derived from PyTorch's sources, and not measured.
 """
 
 from collections.abc import Collection
@@ -46,7 +45,7 @@ class Recompute:
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
-    """The recipe's recompute settings. Raises ValueError for unsupported settings."""
+    """The recipe's recompute settings. Raises ValueError for settings that the planner does not support."""
     model = recipe.megatron.model
     granularity: Any = model.get("recompute_granularity") or "none"
     modules: tuple[str, ...] = ()
@@ -70,16 +69,16 @@ def recompute_of(recipe: Recipe) -> Recompute:
 
 @record
 class Shape:
-    """Widths of one layer, taken from the family's Megatron options."""
+    """Widths of one layer, taken from the Megatron options of the model's family."""
 
     hidden: int
     query: int
     key: int
     value: int
     out: int
-    """Width of the output projection's input."""
+    """Width of the input of attention's output projection."""
     latent: int
-    """Width of the down-projections' outputs in multi-head latent attention, which are not sharded; else 0."""
+    """Width of the outputs of multi-head latent attention's down-projections, which are not sharded; else 0."""
     projections: int
     """Number of elements of the weights of all attention projections."""
     heads: int
@@ -96,7 +95,7 @@ class Shape:
 
 
 def shape_of(family: Family, style: LayerStyle) -> Shape:
-    """The widths of a layer of `style`."""
+    """The widths of a layer with the MLP (dense or experts) and the attention of `style`."""
     t: dict[str, Any] = dict(family.transformer)
     hidden = t["hidden_size"]
     heads = t["num_attention_heads"]
@@ -170,7 +169,8 @@ class LayerBytes:
 
 
 def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
-    """Bytes that a layer saves for each token of the rank's share of a micro-batch. width: bytes per element."""
+    """Bytes that a layer saves on one rank, for each token of the rank's share of a micro-batch. width: bytes per
+    element."""
     tp = layout.tp
     sp = layout.sp
     q = shape.query / tp
@@ -194,9 +194,9 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     if shape.qk_norm:
         qk_norm = 4 * (q + kv + shape.heads / tp + shape.groups / tp)
         if width == 4:
-            # The key is a view of the whole projection, so the whole projection stays in memory.
+            # The saved key is a view of the joint query-key-value output, which therefore stays in memory whole.
             qk_norm += 4 * (q + kv)
-    # The narrow outputs are saved before and after their norms.
+    # Latent attention saves the outputs of the down-projections twice, before and after normalization.
     latent = 2 * shape.latent / sp * width
     log_sum_exp = 4 * shape.heads / tp
     return LayerBytes(
@@ -220,7 +220,7 @@ def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
 
 
 def _routed(shape: Shape, layout: Layout, imbalance: float) -> float:
-    """Tokens that the experts of the busiest rank receive, per token of that rank."""
+    """Tokens that the busiest expert-parallel rank's experts receive, per token that the rank holds."""
     routed = shape.top_k / layout.sp
     if layout.ep > 1:
         routed *= imbalance
@@ -236,7 +236,7 @@ def _experts(shape: Shape, layout: Layout, width: int, swiglu_widths: int, imbal
     if shape.probs_on_input:
         weighted_input = shape.hidden / layout.sp * width
     elif widths == 5:
-        # Without fusion the weighted output of SwiGLU is saved as well.
+        # Unfused SwiGLU also saves the output multiplied by the router's weights.
         widths += 1
     router = (9 * shape.experts + 24) / layout.sp
     return router + weighted_input + routed * (shape.hidden + widths * shape.expert_ffn / layout.etp) * width
@@ -268,13 +268,13 @@ def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float
     These are the gradients of the MLP, of the residual and of the gathered input.
     """
     widths = 4
-    # While adapters are added, three more copies of the gate's and of the inner outputs are in memory.
+    # While an adapter's output is added, three more copies of the outputs of gate and up-projection are in memory.
     if adapters:
         widths = 10
     dense = widths * shape.ffn / layout.tp
     expert = _routed(shape, layout, imbalance) * (widths * shape.expert_ffn + 2 * shape.hidden)
     gathered = 0
     if layout.sequence_parallel:
-        # The backward pass gathers the input and scatters the gradient.
+        # With sequence parallelism the backward pass gathers a layer's input and scatters the input's gradient.
         gathered = 2 * shape.hidden
     return (max(dense, expert) + 2 * shape.hidden / layout.sp + gathered) * width

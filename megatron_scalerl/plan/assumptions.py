@@ -31,14 +31,14 @@ class Assumptions:
     dense_utilization: _Share = _assumed(
         0.40,
         "of bf16 peak",
-        "trainer's hardware FLOPs, dense policy",
+        "trainer's hardware FLOP/s, dense policy",
         "Llama 3 pretraining: 38 to 43 % (arXiv 2407.21783, table 4)",
     )
-    moe_utilization: _Share = _assumed(0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts")
+    moe_utilization: _Share = _assumed(0.25, "of bf16 peak", "trainer's hardware FLOP/s, mixture of experts")
     train_seconds: _Positive | None = _assumed(None, "s", "trainer's seconds per step", "computed from FLOPs")
     packing: _Share = _assumed(0.9, "share", "share of a micro-batch filled with tokens")
-    hbm_efficiency: _Share = _assumed(0.6, "of HBM rate", "memory bandwidth that decode reaches")
-    engine_step_ms: _AtLeast0 = _assumed(5.0, "ms", "fixed time of one decode step")
+    hbm_efficiency: _Share = _assumed(0.6, "of HBM rate", "memory bandwidth that decoding reaches")
+    engine_step_ms: _AtLeast0 = _assumed(5.0, "ms", "time of a decode step besides memory reads")
     engine_tokens_per_second: _Positive | None = _assumed(
         None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic"
     )
@@ -46,7 +46,7 @@ class Assumptions:
         None,
         "s",
         "engines' pause for one weight update",
-        "computed from bytes, one network card per GPU at half rate",
+        "computed from the bytes sent, at half the rate of a GPU's network card",
     )
     prompt_tokens: _AtLeast0 = _assumed(256, "tokens", "mean prompt length")
     thinking_median: _Positive = _assumed(
@@ -55,11 +55,11 @@ class Assumptions:
     thinking_sigma: _AtLeast0 = _assumed(0.6, "", "standard deviation of log thinking length")
     answer_median: _AtLeast0 = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5")
     kept_share: _Share = _assumed(
-        1.0, "share", "completions that pass the filters", "upper bound; the paper gives no value"
+        1.0, "share", "generated completions that are trained", "upper bound; the ScaleRL paper gives no value"
     )
     runtime_gib: _AtLeast0 = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers")
-    fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead on temporary memory")
-    expert_imbalance: _AtLeast1 = _assumed(1.5, "x mean", "tokens on the busiest expert-parallel rank")
+    fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead, of temporary memory")
+    expert_imbalance: _AtLeast1 = _assumed(1.5, "x mean", "experts' tokens on the busiest expert-parallel rank")
     engine_overhead_gib: _AtLeast0 = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head")
     turns: _AtLeast1 = _assumed(3, "", "mean turns of an episode, with an environment")
     reply_tokens: _AtLeast0 = _assumed(128, "tokens", "mean tokens of the environment between two turns")
@@ -81,8 +81,8 @@ def default_sources() -> dict[str, str]:
 
 
 def checked(values: Mapping[str, Any]) -> Assumptions:
-    """The assumptions with these values. Raises ValueError for an invalid value, in one line with the field's
-    name."""
+    """The `Assumptions` with `values`. Absent fields have defaults. Raises ValueError for an invalid value, in one
+    line with the field's name."""
     try:
         return Assumptions(**values)
     except ValidationError as error:
@@ -90,6 +90,6 @@ def checked(values: Mapping[str, Any]) -> Assumptions:
 
 
 def first_line(error: ValidationError) -> str:
-    """The first mistake as text: the key, the value, and what is required."""
+    """The first mistake that pydantic found, as text: the key, the value, and the requirement."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.60}: {first['msg']}"

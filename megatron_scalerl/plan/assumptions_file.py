@@ -36,7 +36,7 @@ class AssumptionsFile(Section):
     gpu: str
     """Name of the GPU in CUDA; after `read_assumptions`, a key of `hardware.GPUS`."""
     layers: Layers | None = None
-    """Layers of the measured trainer. None: the constants are valid for both kinds of layers."""
+    """Layers of the measured trainer. None: the constants are valid for the layers `te` and `plain`."""
     written: Any = None
     """Date of the file."""
     assumptions: dict[str, Measured] = Field(min_length=1)

@@ -79,7 +79,7 @@ def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]
 
 
 def lengths_of(completion: int) -> dict[str, Any]:
-    """Settings of `interruption` for completions of this length, in the paper's proportions.
+    """Settings of `interruption` for completions of this length, in the ScaleRL paper's proportions.
 
     >>> lengths_of(14336)
     {'thinking_tokens': [10240, 12288], 'answer_tokens': 2048}
@@ -101,7 +101,7 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
             try:
                 candidate = Recipe.model_validate(recipe.model_dump() | sections)
                 plan = make_plan(candidate, config, gpus, gpu, Assumptions())
-            # A size may not divide the heads, or may leave no GPU for an engine.
+            # Some sizes do not divide the heads, and some leave no GPU for an engine.
             except ValueError:
                 continue
             if not plan.problems() and plan.headroom >= SPARE * gpu.memory_bytes:
@@ -113,7 +113,8 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The smallest section `engine` whose KV cache is large enough: fewest devices, then smallest share of a device.
+    """The section `engine` of the smallest engine whose KV cache is large enough: fewest devices, then smallest share
+    of a device.
 
     None if no size is large enough.
     """
@@ -134,7 +135,7 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
                 return engine
             continue
         for share in SHARES:
-            # vLLM's share of a device also has to hold weights and overhead.
+            # Besides the cache, vLLM's share of a device has to hold weights and overhead.
             cache = share * gpu.memory_bytes - memory.weights_bytes - memory.overhead_bytes
             if cache >= need:
                 vllm |= {"kv_cache_memory_bytes": int(cache // MIB) * MIB, "gpu_memory_utilization": share}

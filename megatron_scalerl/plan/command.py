@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
     with no_collections():
-        # These imports take seconds, and other commands do without them.
+        # These imports take seconds, so they are made only when a plan is made.
         from megatron_scalerl.plan.meta_build import compare_with_build
         from megatron_scalerl.plan.planner import as_numbers, make_plan
         from megatron_scalerl.plan.settings import check_settings
@@ -128,7 +128,7 @@ def _write(options: argparse.Namespace, numbers: Mapping[str, Any]) -> None:
 
 
 def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) -> int:
-    """Print the plan in one line, and return the exit code."""
+    """Print the plan in one line. Returns the exit code: 2 for a problem with --check, else 0."""
     if options.check and problem:
         print(f"megatron-scalerl: {head.partition(' ')[0]}: {problem}", file=sys.stderr)
         return 2
@@ -154,7 +154,7 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
         measured = getattr(file, key, None)
         if option and measured and option != measured:
             raise ValueError(
-                f"--{key}: {options.assumptions} was measured for {measured} and does not apply to {option}"
+                f"--{key}: leave this out: {options.assumptions} was measured for {measured}, and not for {option}"
             )
     values = {}
     sources = default_sources()
@@ -192,5 +192,5 @@ def config_folder(policy: str, recipe: str | Path, config: str | Path | None = N
 def _number(text: str) -> int:
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of GPUs; 0 stands for CPUs")
+        raise argparse.ArgumentTypeError(f"{text} is negative; give a number of GPUs, or 0 for CPUs")
     return number

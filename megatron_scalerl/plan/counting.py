@@ -86,7 +86,8 @@ def elements(rule: Rule, size: int = 1) -> int:
 
 
 def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
-    """Parameter counts of each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
+    """Parameter counts of each rank of a pipeline stage. Raises ValueError if a parallel size does not divide a
+    weight."""
     last = layout.pp - 1
     experts = family.transformer.get("num_moe_experts") or 1
     dense = [0]

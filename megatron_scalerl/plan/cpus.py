@@ -84,7 +84,7 @@ class CpuPlan:
 def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     """The plan of the recipe on this machine. config: folder of the policy's config.json.
 
-    Raises ValueError as `make_plan` does.
+    Raises ValueError if the parallel sizes do not fit the policy or trainer.world_size.
     """
     family = load_family(config)
     world_size = recipe.trainer.world_size
@@ -93,7 +93,7 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     assumed = replace(ASSUMED, prompt_tokens=prompt)
     lengths = assumed_lengths(recipe, assumed)
     ranks = trainer_memory(recipe, family, layout, assumed, kernels=Kernels(layers="plain", device="cpu"))
-    # Any GPU will do, because weights and cache do not depend on the GPU.
+    # `engine_memory` requires a GPU. Any GPU will do, because the bytes of weights do not depend on the GPU.
     engine = engine_memory(recipe, family, count(family), GPUS["h200"], assumed)
     cache = recipe.engine.vllm.get("kv_cache_memory_bytes", CPU_DEFAULTS["kv_cache_memory_bytes"])
     engine_gib = LIBRARIES["engine"] + (engine.weights_bytes + cache) / GIB

@@ -27,7 +27,7 @@ class EngineMemory:
 
     devices: int
     copies: int
-    """Number of data-parallel copies of the policy in an engine; experts exist once."""
+    """Number of data-parallel copies, in one engine, of all weights except the experts, which exist once."""
     context_tokens: int
     """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     weights_bytes: float
@@ -92,11 +92,12 @@ class Decoding:
 def engine_memory(
     recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assumed: Assumptions, *, group_bytes: float = 0.0
 ) -> EngineMemory:
-    """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
+    """Weights, overhead and KV cache of one device. Raises ValueError if vLLM's parallel sizes do not multiply to
+    devices_per_engine."""
     options = recipe.engine.vllm
     devices = recipe.engine.devices_per_engine
     shape = EngineShape.of_options(options)
-    # With another product vLLM would use another number of devices than the launcher has reserved.
+    # vLLM takes as many devices as the product of the parallel sizes. The launcher reserves devices_per_engine.
     product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
         raise ValueError(
@@ -104,7 +105,7 @@ def engine_memory(
             f"engine.devices_per_engine is {devices}; make them equal"
         )
     t = family.transformer
-    # Latent attention caches the narrow keys and values, which every device holds whole.
+    # Latent attention caches the down-projected keys and values, which every device holds whole.
     if "kv_lora_rank" in t:
         per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * shape.tensor
     else:
@@ -117,10 +118,10 @@ def engine_memory(
         width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     unsharded_elements = sum(elements(rule) for rule in family.rules if not rule.sharded and not rule.frozen)
-    # Every device has a copy of norms, routers and narrow projections.
+    # Every device has a whole copy of unsharded weights, such as norms and routers.
     dense = p.total - p.experts + (shape.tensor - 1) * unsharded_elements
     weights = (shape.data * dense + p.experts) * WIDTH[recipe.policy.dtype] / devices
-    # This is an upper bound, because tensor parallelism shards one of A and B.
+    # Whole adapters are counted on every device. This is an upper bound: tensor parallelism shards A or B.
     if recipe.adapters_alone:
         weights += count(trained_family(recipe, family)).total * WIDTH[recipe.policy.dtype]
     overhead = assumed.engine_overhead_gib * GIB

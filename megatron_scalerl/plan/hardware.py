@@ -1,6 +1,6 @@
 """Figures of GPUs from data sheets, and the kernels that a trainer runs on GPUs.
 
-FLOP/s are dense, and bandwidths are those of one direction."""
+FLOP/s are dense, and bandwidths are for one direction."""
 
 from typing import Literal
 
@@ -102,16 +102,17 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of_device(name: str) -> str | None:
-    """The key of `GPUS` that belongs to a CUDA device name, or is `name`; None for an unknown GPU.
+    """The key of `GPUS` for `name`, which is a CUDA device name or a key of `GPUS`; None for an unknown GPU.
 
-    Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
+    Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" differ from the SXM models in FLOP/s
+    and bandwidths.
     """
     return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)
 
 
 @record
 class Kernels:
-    """Layers and device of a trainer. Raises ValueError for the layers `te` on a CPU."""
+    """Layers and device of a trainer. Raises ValueError for Transformer Engine's layers (`te`) on a CPU."""
 
     layers: Layers
     device: Device

@@ -26,10 +26,11 @@ from megatron_scalerl.record import record
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 CPU_RUNTIME_BYTES = 72 * MIB
-"""Code pages, thread pools and kernels that a CPU process has added after its first step (measured on machine A
-of docs/measurements.md)."""
+"""Bytes of the code pages, thread pools and kernels that a CPU process has added after its first step (measured on
+machine A of docs/measurements.md)."""
 CPU_KERNEL_CACHE_BYTES = 256 * MIB
-"""oneDNN caches a bf16 kernel for each of its last 1,024 shapes; experts have new shapes in every call (measured)."""
+"""Bytes of oneDNN's cache, a bf16 kernel for each of the last 1,024 shapes. Experts have new shapes in every call
+(measured)."""
 _CAST_COLUMNS = 4096
 """Columns of the head that a CPU casts to fp32 at once."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
@@ -69,7 +70,7 @@ def trainer_memory(
     micro_batches: int = 2**30,
     group_bytes: float = 0.0,
 ) -> tuple[RankMemory, ...]:
-    """Peak memory of each pipeline stage. Raises ValueError for unsupported options.
+    """Peak memory of each pipeline stage. Raises ValueError for options whose memory the planner cannot count.
 
     micro_batches: number per step, which bounds the micro-batches in flight in a pipeline. group_bytes: buffers of
     the broadcast groups over which a rank sends weights.
@@ -130,7 +131,7 @@ def _stage_memory(
     logits = 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
-    # The largest logits and the largest recomputation of a layer are not allocated at the same time.
+    # The largest logits and the largest recomputation of a layer are not allocated together, so the larger counts.
     work = max(logits, layer_work)
     workspace = "logit workspace" if logits > layer_work else "layer workspace"
     moving = saved + stays + work
@@ -161,7 +162,7 @@ def _stage_memory(
         frozen_family = load_family(second.to)
         frozen = of_stage(frozen_family, layout_of(recipe, frozen_family, layout.world_size), stage)
         terms.append(Term(name="frozen policy (algorithm.kl)", bytes=width * frozen.total))
-    # Temporary memory is freed before gradients are clipped: only a copy larger than that memory raises the peak.
+    # An fp32 copy of a gradient raises the peak only if larger than temporary memory, which is freed before clipping.
     if kernels == PLAIN_ON_GPU:
         terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * trained.largest - moving)))
     return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
@@ -234,10 +235,10 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
     hidden = family.transformer["hidden_size"]
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
-        norm += hidden * width  # the output, from which the head's input is gathered
+        norm += hidden * width  # the norm's output, which is gathered into the head's input
     ends = 0.0
     if stage == layout.pp - 1:
-        ends = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
+        ends = norm / layout.sp + hidden * width + 8  # undivided: the head's input is not sequence-parallel
     if stage == 0:
         ends += 8
     return ends
@@ -253,23 +254,23 @@ def logit_bytes(
 ) -> tuple[float, float]:
     """(gradients kept until the backward pass, workspace of the logit projection), bytes.
 
-    trainer.logit_workspace_mb bounds the workspace. A GPU uses the whole limit, a CPU blocks of at most 2^25
-    elements.
+    trainer.logit_workspace_mb bounds the workspace. A GPU takes workspace up to the limit; a CPU works in blocks of
+    at most 2^25 elements.
     """
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
     narrow = recipe.policy.dtype == "bfloat16"
     stays = 4 * tokens * hidden  # gradients of the head's input
     if in_chunk(recipe) and recipe.policy.lora is None:
-        stays += 4 * rows * hidden  # and of the head's weights
-    selected = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
+        stays += 4 * rows * hidden  # gradients of the head's weights
+    selected = WIDTH[recipe.policy.dtype] * tokens * hidden  # copy of the head's input for tokens with loss
     stated = recipe.trainer.logit_workspace_mb
     limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=recipe.engine.colocate) * MIB
     if kernels.device == "gpu":
         return stays, selected + limit
     fits = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit
     largest = LARGEST
-    if in_chunk(recipe) or fits:  # logits that fit are kept until the backward pass
+    if in_chunk(recipe) or fits:  # logits within the limits are kept until the backward pass
         largest = LARGEST_CHUNK
     numbers = min(largest, rows * tokens)
     block = numbers * 4 + 8 * TILE

@@ -27,7 +27,7 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     with ProcessPoolExecutor(1, get_context("spawn"), _quiet) as pool:
         built = pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
-    assert built == counted, f"counted {counted}, built {built}"
+    assert built == counted, f"parameters counted: {counted}, parameters built: {built}"
     ranks = f"equal on the first rank of {plan.layout.world_size}"
     if plan.layout.pp > 1:
         return f"{ranks} of each pipeline stage"
@@ -35,7 +35,7 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
 
 
 def _quiet() -> None:
-    # Megatron-Core's warnings, and lines that gloo prints, would stand between the lines of the plan.
+    # Discard this process's output: Megatron-Core's warnings and gloo's lines would stand between the plan's lines.
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
@@ -47,7 +47,7 @@ def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
-    # gloo requires real peers.
+    # Groups of gloo require running peers, and the fake process group has none.
     parallel["create_gloo_process_groups"] = False
     data["trainer"]["world_size"] = world_size
     recipe = Recipe.model_validate(data)

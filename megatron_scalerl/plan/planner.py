@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Number of completions that are simulated after the warm-up, and at least ten steps."""
+"""Number of completions that a simulation counts after the warm-up; more if ten steps have more completions."""
 
 
 @record
@@ -141,13 +141,14 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """Plan the recipe's split if this split takes `gpus` GPUs, else the fastest split. Raises ValueError."""
+    """Plan the recipe's split if it has `gpus` GPUs, else the fastest. Raises ValueError for impossible sizes."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    # The weight groups' memory depends on the layout: all splits are compared with the memory of the first split.
+    # The memory of the broadcast groups for weights depends on the layout. All splits are compared with the memory of
+    # the first split's groups.
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
@@ -210,7 +211,7 @@ def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
 
 @record
 class _Trainer:
-    """The trainer of one split."""
+    """The trainer's layout, work and memory in one split."""
 
     layout: Layout
     work: StepWork
@@ -262,7 +263,7 @@ def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
     """The fastest splits that fit the devices' memory, or the fastest of all splits if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
-    # If no split fits, the fastest split shows by how much.
+    # If no split fits, all are searched, and the fastest split shows how much memory is missing.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 

@@ -39,7 +39,7 @@ class Settings:
     tokenizer: Any
     """The policy's tokenizer, from transformers; None if only a config.json is available."""
     longest_sequence: int
-    """Tokens of the longest prompt with the longest completion, including forced phrase and end.
+    """Tokens of the longest prompt with the longest completion, including the forced phrase and the end of sequence.
 
     Without a tokenizer the length is a lower bound.
     """
@@ -48,7 +48,7 @@ class Settings:
 
 
 def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
-    """Check algorithm, options of vLLM and Megatron, verifiers, environment, layout, tags, templates and lengths.
+    """Check algorithm, options of vLLM and Megatron, verifiers, environments, thinking tags, templates and lengths.
 
     config: folder of a config.json that replaces the policy's folder, without a tokenizer. planned: True for a plan,
     on a machine that may lack the environment's modules. Raises ValueError, in one line with the key.
@@ -86,7 +86,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         )
     megatron = recipe.megatron
     if recipe.policy.lora or megatron.model or megatron.parallel or megatron.ddp or megatron.optimizer:
-        # The import is slow, and so is made only if there is something to check.
+        # The import is slow, and so is made only if the recipe has adapters or Megatron's options.
         from megatron_scalerl.trainer.options import check_megatron
 
         check_megatron(policy, recipe)
@@ -125,7 +125,7 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
                 + hint(folder, "model")
             )
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"algorithm.{key}: the tokenizer of {folder} has other tokens than the policy's")
+            raise ValueError(f"algorithm.{key}: the tokenizer of {folder} has to equal the policy's tokenizer")
     if section is None or section.to == "base":
         return
     second = family(read_hf_config(section.to))
@@ -140,7 +140,7 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
 def _micro_batch_tokens(recipe: Recipe) -> int:
     """Capacity of a micro-batch (tokens).
 
-    If the recipe sets no capacity, a run that resumes keeps the run's capacity.
+    If the recipe sets no capacity, a run that resumes keeps the capacity in the run directory's recipe.yaml.
     """
     if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
         trainer = read_run_recipe(recipe.run_dir).get("trainer") or {}

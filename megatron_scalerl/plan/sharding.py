@@ -66,7 +66,8 @@ class Layout(ParallelSizes):
 
 
 def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
-    """The layout on `world_size` trainer ranks. Raises ValueError if the recipe's sizes do not fit."""
+    """The layout on `world_size` trainer ranks. Raises ValueError if a parallel size does not divide the ranks or
+    weights."""
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)

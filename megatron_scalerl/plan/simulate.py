@@ -1,11 +1,11 @@
 """Discrete-event simulation of a run's timing: its schedule's queue, with the gate that real runs use.
 
-An event is the end of an engine's next completion or wait, or the end of a trainer step. Engines decode at the speed
-of `engine.Decoding`, and pause during weight updates. As in `rollouts.stream`, whole groups go to the least loaded
+An event is the end of a completion, of an episode's wait, or of a trainer step. Engines decode at the speed of
+`engine.Decoding`, and pause during weight updates. As in `rollouts.stream`, whole groups go to the least loaded
 engine with room for the group. The trainer takes batches as `rollouts.gate` releases them.
 
-An episode waits for all replies of its environment together, after the last token. So the episode keeps a slot and a
-KV cache as long as with waits between turns.
+An episode waits for all replies of its environment together, after the last token. So the episode occupies a slot and
+a KV cache as long as if the waits were between turns.
 """
 
 import heapq
@@ -31,7 +31,7 @@ class QueueSettings:
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
-    """Seconds of a step on a batch of mean size. The time of other batches is proportional to their tokens."""
+    """Seconds of a step on a batch of mean size. The time of a batch is proportional to the batch's tokens."""
     publish_seconds: float
     """Seconds for which a weight update pauses the engines."""
     other_seconds: float = 0.0
@@ -93,7 +93,7 @@ class _Engine:
 
     def advance(self, now: float) -> None:
         """Decode up to the time `now`."""
-        # All running completions progress at the same rate, so one number counts the tokens of all.
+        # All running completions progress at the same rate, so `progress` counts the tokens of each.
         if now <= self.clock:
             return
         elapsed = now - self.clock
@@ -110,7 +110,7 @@ class _Engine:
         self.fill()
 
     def fill(self) -> None:
-        """Start queued completions while there is room. Their prefill delays the decoding of all."""
+        """Start queued completions while the engine has room. Each prefill delays the decoding of all completions."""
         while self.waiting and len(self.running) + len(self.away) < self.decoding.running:
             length, group = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + length, group))
@@ -182,7 +182,7 @@ class _Run:
         """Process the next end of a completion or a wait. True if a group is then complete."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
-        # A newer event of the engine has replaced this one.
+        # A newer event of the engine has replaced the popped event.
         if stamp != engine.stamp:
             return False
         ready = self.gate.ready
@@ -208,7 +208,7 @@ class _Run:
     def end_step(self) -> None:
         """End a trainer step.
 
-        A weight update that is due pauses all engines. New groups may then start.
+        If a weight update is due, the update pauses all engines. Then groups start as far as the gate admits groups.
         """
         self.version += 1
         if self.version % self.rollouts.batches_per_update == 0:
@@ -239,7 +239,7 @@ def simulate(s: QueueSettings) -> Timing:
         batch = run.gate.batch(run.version)
         while batch is None:
             while not run.one_event():
-                assert run.events, "the gate waits and nothing runs"
+                assert run.events, "the gate waits for a batch, but no completion runs"
             batch = run.gate.batch(run.version)
         waited += run.now - wait_begin
         run.gate.take(batch)

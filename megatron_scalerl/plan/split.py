@@ -83,9 +83,9 @@ def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSe
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
-    """Seconds in which the engines generate a batch, if they never wait."""
+    """Seconds in which the engines generate a batch, if no engine ever waits for the trainer."""
     r = base.rollouts
-    # The gate admits no more completions than may still be trained in time.
+    # The gate admits at most the completions of one batch and of `staleness_bound` further batches.
     outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
     running = min(base.decoding.running, r.max_in_flight, max(1, outstanding // split.engines))
     seconds = base.decoding.step_seconds(running) + base.lengths.waiting / base.lengths.mean

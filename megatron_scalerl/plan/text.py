@@ -38,7 +38,7 @@ def _summary(plan: RunPlan) -> Table:
     origin = _other_split(plan) or "from the recipe"
     rows += [
         ("architecture", plan.config),
-        ("split", f"{plan.split.trainer} GPUs train, {generate} ({origin})"),
+        ("split", f"{plan.split.trainer} GPUs train, {generate} (split {origin})"),
         ("memory", fits(plan)),
         ("balance", bottleneck(plan)),
         ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s per step)"),
@@ -69,7 +69,8 @@ def _money(plan: RunPlan) -> str:
 
 
 def fits(plan: RunPlan) -> str:
-    """Whether every rank fits, and the smallest headroom."""
+    """The first reason why the plan does not fit; else the memory free on the fullest trainer rank, and the KV
+    cache."""
     problems = plan.problems()
     if problems:
         return f"does not fit: {problems[0]}"
@@ -94,7 +95,7 @@ def bottleneck(plan: RunPlan) -> str:
 def _trainer(plan: RunPlan) -> Table:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
-    # Only the first and the last stage are shown.
+    # Only the first and the last pipeline stage are shown.
     stages = [plan.trainer[0], *plan.trainer[1:][-1:]]
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
     if plan.layers != "te":
@@ -129,11 +130,11 @@ def _engine(plan: RunPlan) -> Table:
     return _pairs(
         "engine",
         ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.used_bytes / GIB:.1f}"),
-        ("beside vLLM's share", f"{e.group_bytes / GIB:.2f} GiB for the groups over which weights arrive"),
+        ("beside vLLM's share", f"{e.group_bytes / GIB:.2f} GiB for the broadcast groups over which weights arrive"),
         ("KV cache of an engine", f"{e.kv_tokens:,} tokens of {e.kv_bytes_per_token / 1024:,.0f} KiB"),
         (
             "max concurrent sequences",
-            f"{e.full_sequences:,.1f} of {e.context_tokens:,} tokens, {d.running} of mean length",
+            f"{e.full_sequences:,.1f} of {e.context_tokens:,} tokens, or {d.running} of mean length",
         ),
         (
             "decode at full load",
@@ -159,8 +160,8 @@ def _step(plan: RunPlan) -> Table:
     return _pairs(
         "one step",
         ("completions", f"{w.completions:,}: {length}"),
-        ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained, prompts included"),
-        ("FLOPs", f"{w.model_flops:.3g} model, {w.hardware_flops:.3g} hardware (with recomputation)"),
+        ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained with prompts"),
+        ("FLOPs", f"{w.model_flops:.3g} without, {w.hardware_flops:.3g} with recomputation"),
         ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
         ("weight update", f"{u.bytes / gb:,.1f} GB; engines assumed to pause {plan.publish_seconds:.2f} s"),
         ("  each", traffic),
@@ -205,4 +206,4 @@ def _assumptions(plan: RunPlan) -> Table:
         rows.append(("--" + f.name.replace("_", "-"), value_text, f.metadata["what"], plan.sources[f.name]))
     rows.append(("--gpu", "", plan.gpu.name, plan.gpu.source))
     columns = ("flag", "value", "what", "source")
-    return Table(title="assumptions, which flags replace", columns=columns, rows=tuple(rows), labels=4)
+    return Table(title="assumptions; flags replace the values", columns=columns, rows=tuple(rows), labels=4)

@@ -57,7 +57,8 @@ class UpdateWork:
     groups: int
     """Largest number of broadcast groups of one worker, which has a group for each of its senders."""
     sender_groups: int
-    """Largest number of broadcast groups of one sender, which has a group for each receiving shard."""
+    """Largest number of broadcast groups of one sender, which has a group for each shard that receives. Workers that
+    need the same ranges are a shard."""
     sent: Mapping[int, int]
     """Sender -> bytes that the sender sends."""
     received: Mapping[int, int]
@@ -116,7 +117,8 @@ def _shape_work(
 
 
 def places_of(layout: Layout) -> list[Place]:
-    """[world] the place of each rank, in Megatron's order: tensor, context, expert, data, pipeline."""
+    """[world] the `Place` of each trainer rank. Megatron numbers ranks by tensor, context, expert, data, then
+    pipeline."""
     in_stage = layout.world_size // layout.pp
     # Context-parallel ranks have the same weights, so they count as copies.
     return [
@@ -134,7 +136,7 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] the ranges of each tensor that a worker of an engine needs, for each worker.
+    """[shards] for each worker of an engine, the ranges of each tensor that the worker needs.
 
     If there are fewer key-value heads than workers, the heads are counted as if split between workers.
     """
@@ -146,7 +148,8 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         if stage != stages.get(rule.place, rule.layer * engine.pipeline // layers):
             return
         full_ranges = tuple((0, size) for size in shape)
-        # A tensor of three dimensions holds all experts of a layer. It is split by expert below.
+        # A tensor of three dimensions holds all experts of a layer. With `whole_experts` the last branch splits by
+        # expert.
         if rule.expert is not None and engine.whole_experts and len(shape) == 2:
             if rule.expert * engine.tensor // experts == rank:
                 yield full_ranges

@@ -70,7 +70,7 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
             values = [outcome.value for outcome in row_outcomes if outcome.value is not None]
             right |= any(pool.paid(value, prompt, tokens=0).correct for value in values)
             outcomes += row_outcomes
-            # After a row that hit a limit, the other rows would take as long.
+            # A row that exceeded a limit of time or memory ends the trial, because further rows could take as long.
             if any(outcome.limit for outcome in row_outcomes):
                 break
     unreached = [outcome.reason for outcome in outcomes if outcome.unavailable and not outcome.error]

@@ -58,8 +58,8 @@ class Lengths:
 def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
     """Completion lengths drawn from the assumptions.
 
-    Each turn has log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget. A task
-    of a mixture has its share of the completions.
+    Each turn has log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget. Each
+    task of a mixture has a share of the completions, by the task's weight.
     """
     rng = random.Random(0)
     tasks = tasks_of(recipe)
@@ -76,7 +76,7 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
         replies += share * (turns - 1)
         written += share * written_by_task
         for number in range(round(share * DRAWN)):
-            # The episodes' numbers of turns are whole numbers with the mean `turns`.
+            # Every episode has a whole number of turns. The mean over episodes is `turns`.
             count = int((number + 1) * turns) - int(number * turns)
             sampled = sum(_turn_tokens(task.recipe, assumed, rng) for _ in range(count))
             tokens.append(min(sampled, int(limit - written_by_task)))
@@ -181,8 +181,8 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
     """FLOPs per token of sequences of these lengths, prompts included, with causal attention."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
-    # This is the mean length of a token's sequence. A token attends to half of the sequence on average, at 2 FLOPs
-    # per key and width.
+    # The mean length of the sequence to which a token belongs. A token attends to half of the sequence on average, at
+    # 2 FLOPs per key and width.
     mean_length = fmean(n * n for n in sizes) / fmean(sizes)
     chunked_length = mean_length
     if chunk:
