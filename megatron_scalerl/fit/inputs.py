@@ -1,7 +1,7 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder with validation.jsonl, or a file of another tool. A file is read into tables, a table is
-split into runs, and of each run the rows of validations and the columns of score and compute are chosen. Invalid
+An input is a run folder with validation.jsonl, or a file of another tool. A file is read into tables, and a table is
+split into runs. For each run, `columns` chooses the rows of validations and the columns of score and compute. Invalid
 data is refused in one line with file and row. `Curve.read` describes the input in one line, and `Curve.notes` holds
 corrections.
 """
@@ -104,7 +104,7 @@ def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curv
 
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     [table] = read_tables(path / "validation.jsonl")
-    # a resumed run may validate a step again: the last row of a step counts
+    # a resumed run may validate a step again that an earlier attempt validated: the last row of a step counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
@@ -142,9 +142,9 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key path, value before, value now) of each difference between two recipes, by key.
+    """(key path, value before, value now) of each difference between two recipes, sorted by key.
 
-    Where one recipe lacks a section, each key of the section differs. Two spellings of one path are equal.
+    Where one recipe lacks a section, each key of the section differs. Two spellings of one file's path are equal.
     """
     old = flattened(before)
     new = flattened(now)
@@ -213,7 +213,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
 
 
 def _further(table: TableFile, columns: list[str]) -> list[str]:
-    """Texts on the further columns that --score could name."""
+    """Texts on the columns that may hold a score and were not chosen; the user may choose one with --score."""
     texts = []
     short = [column for column in columns if is_short(table, column)]
     if short:
@@ -308,17 +308,18 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
 
 
 def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
-    """The points that are left after points that a resumed run has replaced are removed.
+    """The points, without any point that a resumed run has replaced.
 
-    The points of the earlier attempt beyond the resume are left out once the resumed run has a later point. If a
-    point goes back to a compute that no earlier point has, the points are just unsorted, and all are returned.
+    Points of the earlier attempt after the checkpoint of the resume are left out once the resumed run has a later
+    point. If a point goes back to a compute that no earlier point has, the run was not resumed: the points are
+    unsorted, and all are returned.
     """
     lineage: list[_Point] = []
     for point, successor in zip(points, [*points[1:], None]):
         if lineage and point.compute < lineage[-1].compute:
             if point.compute not in {earlier.compute for earlier in lineage}:
                 return points
-            # without a later point, the resumed run may have validated only the checkpoint, and replaces no point
+            # a resumed run that has no later point may have validated the checkpoint alone, and has replaced no point
             if successor and successor.compute > point.compute:
                 lineage = [earlier for earlier in lineage if earlier.compute < point.compute]
         lineage.append(point)

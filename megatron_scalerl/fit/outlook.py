@@ -113,7 +113,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
     if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
     last = used[-1]
-    # curve_of_rows may join rows of one compute, so the points are counted again
+    # `curve_of_rows` may merge rows of one compute into a point, so the points are counted after the rows
     curve = curve_of_rows([latest[0], *used], name="run")
     if len(curve.compute) < MIN_POINTS:
         return None
@@ -143,7 +143,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
 def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
     """The forecast from `rows` for the end of a run of `steps`.
 
-    fit_from_steps: rows before this step are left out of the fit. The compute at the end is extrapolated from the
+    fit_from_steps: rows of earlier steps are left out of the fit. The compute at the end is extrapolated from the
     last row in proportion to the steps. None at the end of the run, and where `run_fit` returns None.
     Raises ValueError for a row as `checked_row` does.
     """

@@ -49,7 +49,7 @@ def plot_forecast(
     unseen: by run name, points that were not fitted; drawn hollow.
     until:  compute up to which the curves are drawn; default: twice the largest fitted compute.
     target: a pass rate to mark with a horizontal line.
-    Raises ValueError for another suffix, OSError if the file cannot be written.
+    Raises ValueError for a suffix but .png and .svg, OSError if the file cannot be written.
     """
     if isinstance(fits, FitResult):
         fits = [fits]
@@ -104,12 +104,12 @@ def new_figure() -> tuple["Figure", "Axes"]:
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
-    """Write `figure` as PNG or SVG, by the suffix. Raises ValueError for another suffix."""
+    """Write `figure` as PNG or SVG, by the suffix of `path`. Raises ValueError for any suffix but .png and .svg."""
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # without a date, equal figures have equal bytes; PNG has no such key
+    # an SVG without a date has equal bytes for equal figures; the metadata of a PNG has no date
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
@@ -153,7 +153,7 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
 
 
 def _smooth(edge: Sequence[float]) -> Array:
-    """Moving average over five values, which reduces the sampling noise of the interval's ends."""
+    """Moving average over five values, to reduce the noise that random draws leave in the ends of intervals."""
     return np.convolve(np.pad(edge, 2, mode="edge"), np.full(5, 0.2), mode="valid").astype(float)
 
 

@@ -29,7 +29,7 @@ ASYMPTOTE_NODES = 17
 REACH = 5.0
 """Half of the range of A's nodes, in conditional standard deviations of A."""
 NEGLIGIBLE = 1e-5
-"""Share of the marginal mass below which a node is left out of the next grid."""
+"""Share of the marginal mass below which a node of a coarse grid is left out of the grid that follows."""
 
 
 @record
@@ -76,14 +76,14 @@ class Posterior:
         obs = self.observations
         log_compute = self._log(compute)
         mean = self.curves(compute)
-        # `scale` is the last fitted compute: `reached` stays flat beyond `scale`
+        # `reached` stays at the sigmoid's value at `scale`, the last fitted compute, for any later compute
         reached = self.curves(np.minimum(compute, obs.scale))
         variance = np.zeros_like(mean)
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
             if hypothesis.level > 0.0:
-                # the run has left its sigmoid, so the sigmoid's further gain is not added
+                # this hypothesis: the run has left its sigmoid, so no gain of the sigmoid after `scale` is added
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
@@ -202,7 +202,7 @@ class _Grid:
 
 
 def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
-    # the end nodes lie on the box's edges: draws from the outer half of an end cell move to the edge
+    # the first and the last node lie on the edges of the box: draws beyond an edge are moved to the edge
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
@@ -215,7 +215,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
-        # a pass that shortens every axis by less than 30 % refines the grid too little to be worth another pass
+        # a pass that shortens every axis by less than 30 % is the last
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -225,7 +225,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     indices = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
-    # the mass may end anywhere between the last node with mass and its neighbor
+    # the margin is one step: the mass may end anywhere between the last node with mass and the next node
     margin = nodes[1] - nodes[0]
     return np.array([max(nodes[indices[0]] - margin, limit[0]), min(nodes[indices[-1]] + margin, limit[1])])
 
@@ -276,7 +276,7 @@ def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float
 
 def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
     """(mean, standard deviation) of the gain A - R_0, whose misfit is total - 2 cross gain + square gain^2."""
-    # if C_mid lies far beyond the points, all shares and `square` vanish: the bound prevents 0 / 0
+    # if C_mid lies far beyond the points, all shares and `square` vanish: the lower bound of `square` prevents 0 / 0
     square = np.maximum(square, 1e-12)
     best = cross / square
     misfit = np.maximum(total - cross * best, 0.0)

@@ -77,7 +77,8 @@ class FitResult:
         return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
-        """Pass rate of the fitted sigmoid, without the run's present deviation; in the shape of `compute`.
+        """Pass rate of the fitted sigmoid, without the deviation of the run from the sigmoid; in the shape of
+        `compute`.
 
         Raises ValueError for compute <= 0.
         """
@@ -110,7 +111,7 @@ class FitResult:
         if self.method == "paper":
             center = self.curve(computes)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
-        # the center of "paper" is the grid's best cell, which can lie outside of the draws' quantiles
+        # intervals are widened to contain the center: for "paper", the grid's best cell and no quantile of draws
         columns = (computes, center, np.minimum(lo, center), np.maximum(hi, center))
         keys = ("compute", "pass_rate", "lo", "hi")
         return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]

@@ -2,11 +2,11 @@
 
 The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N. The logarithm of
 this share is a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size
-and follows the slope. The slope is shrunk toward 0; at 0, the forecast of the next size is the level of the largest.
-A line is refused if the level of the largest other size forecasts a left-out size better. The unit of N does not
-matter.
+and follows the slope. The slope is shrunk toward 0; with a slope of 0, the forecast of a larger size is the level of
+the largest given size. A line is refused if the level of the largest other size forecasts a left-out size better. The
+unit of N does not matter.
 
-A is shown but not used: a run that no longer rises determines its level well, and A poorly.
+The table shows A, but no forecast uses A: a run that no longer rises determines its level well, and A poorly.
 """
 
 from collections import defaultdict
@@ -96,7 +96,7 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
 
     sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast.
     Raises ValueError for other than one size per run, for fewer than three sizes, and for a line that forecasts
-    left-out sizes worse than "as the largest" does.
+    left-out sizes worse than the level of the largest other size does.
     """
     if len(sizes) != len(fits):
         listed = ", ".join(fit.name for fit in fits)
