@@ -29,7 +29,7 @@ from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
-"""Columns of metrics.jsonl that only steps with a probe have (every weights.probe_every steps)."""
+"""Columns of metrics.jsonl that only some steps have: weights.probe_every sets how many steps apart."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
@@ -69,7 +69,8 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # the lines are cached for one pair of arguments (number of rows, generation), which changes with the rows
+        # the last result is cached: the arguments (number of rows, generation) change whenever a row is added or
+        # dropped
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
@@ -99,7 +100,7 @@ class RunData:
 
     def update(self) -> bool:
         """Read the appended rows; True for a new row. `damage` names damaged rows."""
-        # the list makes every file read: `any` of a generator would leave the other files unread
+        # a list, since `any` of a generator would stop at the first file with a new row and read no further file
         new = [file.update() for file in self._files]
         return any(new)
 
@@ -109,7 +110,7 @@ class RunData:
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
         columns = {name: [row[name] for row in steps[since:]] for name in self._step_columns}
-        # the sum starts at the first step, also where the page already has the first steps
+        # the time is summed from the first step, although only steps from `since` are sent
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
@@ -168,7 +169,7 @@ class RunData:
             return [f"the gain cannot be computed: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
-        """Starts of the run and changes of engines' states, in the order of time; the latest MOST_EVENTS."""
+        """Starts of the run and changes of engines' states, in the order of time; at most the latest MOST_EVENTS."""
         events = []
         kind = "start"
         for row in self._other_records["attempts.jsonl"].rows:
@@ -225,7 +226,7 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
 
 
 def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
-    """The columns of the page in a row of metrics.jsonl. task_columns: the training pass rate of each task."""
+    """The columns that the page shows, from a row of metrics.jsonl. task_columns: names of the tasks' pass rates."""
     row = json_row(line)
     groups = _number(row.get("batch/groups"))
     kept_groups = _number(row.get("batch/groups_kept"))

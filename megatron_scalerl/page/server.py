@@ -101,7 +101,7 @@ class RunPage:
                 await asyncio.sleep(POLL_S)
 
     def _say(self, failure: str, changed: bool = False) -> None:
-        """Notify every open page of new rows or of another failure."""
+        """Notify every open page if there are new rows (`changed`), or if `failure` is not the previous failure."""
         failure = printable(" ".join(failure.split()))
         if changed or failure != self.failure:
             self.failure = failure
@@ -118,7 +118,7 @@ class RunPage:
         news = asyncio.Event()
         sent_failure = ""
         self.streams.add(news)
-        news.set()  # rows may have come between the page and this request
+        news.set()  # rows may be new since the page was sent
         try:
             while True:
                 try:
@@ -169,14 +169,14 @@ class RunPage:
 
     def _update(self) -> bool:
         """Read new rows of the records and of the journal; True for a new row."""
-        # the list makes both read, even if the first has new rows
+        # a list, so that the journal is read even if the records have new rows
         return any([self._run.update(), self._index.update()])
 
     def _damage(self) -> str:
         return "; ".join([*self._run.damage, *self._index.damage])
 
     async def _work(self) -> bool:
-        """Make the newest missing forecast; False if no forecast is missing."""
+        """Make the missing forecast from the most validations; False if no forecast is missing."""
         forecasts = self._run.forecasts
         rows = list(self._run.validations)
         missing_counts = await self._locked(partial(forecasts.missing_counts, rows))
@@ -185,7 +185,8 @@ class RunPage:
         # the forecast is made without the lock, so that requests are answered meanwhile
         result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing_counts[0])
         await self._locked(partial(forecasts.add, missing_counts[0], *result))
-        # the page is not told after each forecast: it would draw all charts of an old run a hundred times
+        # the page is told after every tenth forecast: an old run needs a hundred forecasts, and each news redraws all
+        # charts
         if missing_counts[0] == len(rows) or len(missing_counts) == 1 or len(missing_counts) % 10 == 0:
             self._tell()
         return True
@@ -205,7 +206,7 @@ class RunsPage:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Close the pages of runs at the end of the block."""
+        """At the end of the block, end the tasks of all pages of runs that were made."""
         async with self._open_pages:
             yield
 
@@ -217,7 +218,7 @@ class RunsPage:
         if match is None or int(match[1]) >= len(self._runs):
             return None
         number = int(match[1])
-        # without the lock, two simultaneous first requests would make two pages
+        # the lock makes the second of two simultaneous first requests wait for the page that the first one makes
         async with self._open_lock:
             if number not in self._pages:
                 run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
@@ -249,11 +250,12 @@ class PageServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
-        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises ValueError, OSError."""
+        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises OSError if the port is
+        taken."""
         app = web.Application(middlewares=[self._guard])
         # one route serves all paths: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
-        # event streams do not end before the server, and aiohttp would wait 60 s for the streams by default
+        # 1 s, since open event streams end only with the server, and aiohttp would wait 60 s for a stream by default
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
             await runner.setup()
@@ -274,7 +276,7 @@ class PageServer:
         """The values of a request's Host header that this server accepts."""
         names = {ADDRESS, "localhost"}
         hosts = {f"{name}:{self.port}" for name in names}
-        if self.port == HTTP_PORT:  # clients leave out the port of http
+        if self.port == HTTP_PORT:  # clients leave out port 80 in the Host header
             hosts |= names
         return hosts
 
