@@ -18,8 +18,8 @@ ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
 """A function that takes sample numbers and returns the completions of the numbered samples in the same order, as
 bytes (`rollout_bytes`).
 
-The controller calls the function once for each data-parallel rank, when that rank's message is sent. A store of files
-then reads the completions of a single rank at a time and off the event loop.
+The controller calls the function once for each data-parallel rank, when that rank's message is sent. So a store of
+files reads the completions of one rank at a time, in a thread and not on the event loop.
 """
 
 
@@ -55,7 +55,7 @@ class RankPlan:
 
     @property
     def samples(self) -> list[SampleFacts]:
-        """The samples of all micro-batches, in the order in which the completions are sent."""
+        """The samples of all micro-batches, in the order in which `packing.build` gets the completions."""
         return list(chain.from_iterable(self.micro_batches))
 
 
@@ -127,8 +127,7 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. The longest samples come first, so that similar lengths
-    share a bin."""
+    """`members`, longest first, in bins of at most `capacity` tokens; the order puts similar lengths into one bin."""
     bins: list[list[int]] = []
     free_tokens: list[int] = []
     for index in members:

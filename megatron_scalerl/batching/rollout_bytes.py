@@ -102,7 +102,8 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 
 def facts_of(arrays: RolloutArrays) -> Completion:
-    """The `Completion` of one rollout, which has at least one token: lengths, versions and sums without tokens."""
+    """The `Completion` of one rollout, which has at least one token: lengths, versions and sums, and not the
+    tokens."""
     # The list has the numbers start, end, start, end ... of the policy's ranges. A range is empty
     # where a sample begins with the environment's history, or ends with the environment's message.
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
@@ -154,14 +155,14 @@ def joined_parts(parts: Sequence[RolloutArrays]) -> RolloutArrays:
 
 
 def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int | None] = ()) -> Completion:
-    """The `Completion` of an episode; first and last version are those of sampled tokens.
+    """The `Completion` of an episode; first and last version are the lowest and highest of sampled tokens.
 
     parts: a single part, or the samples into which the episode forked. prompt_tokens: `types.Part.prompt_tokens` of
     each part; default: all of the prompt.
     """
     episode = joined_parts(parts)
     versions = episode.policy_versions[episode.loss_mask]
-    # Parts may have been sampled side by side, so the first part need not have the lowest version.
+    # Parts may have been sampled at the same time, so the lowest version may be in any part.
     facts = replace(facts_of(episode), first_version=int(versions.min()), last_version=int(versions.max()))
     if len(parts) == 1 and not any(prompt_tokens):
         return facts
@@ -230,7 +231,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         value = np.dtype("<f8")
     sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, environment_ranges * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
-    # The counts are not trusted, so nothing is allocated before counts and received bytes agree.
+    # The counts in the header may be damaged: no array is made before counts and received bytes agree.
     columns = {}
     if flags & _COLUMNS:
         columns = _columns(data, starts[-1], tokens)
