@@ -13,7 +13,7 @@ FEW_POINTS = 8
 STEEP = 6.0
 """Exponent B above which a warning calls the curve a step."""
 SMALL_DROP = 0.005
-"""Largest drop in pass rate that is ignored."""
+"""Change of the pass rate up to which a rise, a drop or a distance from R_0 is ignored."""
 PLATEAU_GAIN = 0.02
 """Forecast rise of the pass rate above which a warning is given if the run's last points do not rise."""
 TRUNCATION_LIMIT = 0.10
@@ -125,9 +125,9 @@ class Fall:
     compute: float
     """Compute of the peak."""
     peak: float
-    """Pass rate at the peak, smoothed."""
+    """Moving average of the pass rate at the peak."""
     last: float
-    """The last pass rate."""
+    """Pass rate of the last point."""
     tail: float
     """Mean of the pass rates after the peak."""
 

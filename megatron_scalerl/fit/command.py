@@ -49,7 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others")
     add("--compute", metavar="COL", help="column with the compute (or the step)")
     add("--score", metavar="COL", help="column with the pass rate; pass_rate/TASK is the pass rate of one task")
-    add("--score-range", metavar="LO,HI", help="scores that mean 0 and 1, such as --score-range=-1,1")
+    add("--score-range", metavar="LO,HI", help="scores that count as 0 and 1, such as --score-range=-1,1")
     add(
         "--series",
         metavar="COL=VALUE",
@@ -58,13 +58,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="read only rows where COL is VALUE; COL=* reads one run for each value; may be repeated",
     )
     add("--hours-per-step", type=float, metavar="H", help="GPU-hours per step, which turn steps into compute")
-    add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
+    add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's pass rate at step 0")
     add("--fit-from", type=float, metavar="C", help="leave points before compute C out of the fit")
     add("--fit-until", type=float, metavar="C", help="leave points after compute C out, and draw them hollow")
     add("--predict", metavar="C1,C2,...", help="forecast at each compute; default: 2, 5, 10 times the last fitted")
     add("--method", choices=METHODS, default="robust", help="default: robust")
-    add("--prompts", type=int, metavar="N", help="prompts in the validation set")
-    add("--generations", type=int, metavar="K", help="generations per prompt")
+    add("--prompts", type=int, metavar="N", help="number of prompts in the validation set")
+    add("--generations", type=int, metavar="K", help="generations per prompt of a validation")
     add("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
     add("--plot", metavar="OUT.png", help="draw a PNG figure, and an SVG figure beside it")
     add("--html", metavar="OUT.html", help="write a report in one self-contained file")
@@ -74,7 +74,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="[RECIPE=]NAME",
         action="append",
         default=[],
-        help="recipe with which all recipes, or RECIPE alone, are compared; default: that of the first run",
+        help="recipe with which all recipes, or RECIPE alone, are compared; default: the first run's recipe",
     )
     add(
         "--across-sizes",

@@ -25,7 +25,8 @@ Verdict = Literal["go on", "stop", "too early to say"]
 
 @record
 class Estimate:
-    """A number with a 90 % interval; inf for the compute to a pass rate that is never reached."""
+    """A number with a 90 % interval; value, lo and hi may be inf, for the compute to a pass rate that is never
+    reached."""
 
     value: float
     """The point estimate."""

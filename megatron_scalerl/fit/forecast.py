@@ -81,7 +81,7 @@ def fit(
 
 
 def _column(name: str, column: ArrayLike | None, n: int) -> Array | None:
-    """[n] values of a column, given as [n] or as one number. Raises ValueError for another shape."""
+    """[n] values of a column, given as [n] or as one number. Raises ValueError for any other shape."""
     if column is None:
         return None
     values = np.asarray(column, dtype=float)
@@ -214,7 +214,7 @@ def _window(
         if np.count_nonzero(later) >= 4:
             return later, []
         notes.append(
-            f"fewer than 4 points lie beyond {FIT_FROM:g}, so earlier points, unlike in the paper, were fitted"
+            f"fewer than 4 points lie beyond compute {FIT_FROM:g}: unlike in the paper, earlier points were fitted"
         )
     return in_window, notes
 

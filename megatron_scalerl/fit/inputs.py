@@ -64,7 +64,9 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
-        raise table_error(path, "the run has no validation.jsonl, as its first validation has not ended")
+        raise table_error(
+            path, "the run has no validation.jsonl, as its first validation has not ended; fit it later"
+        )
     curves = []
     problems = []
     for table in read_tables(path):
@@ -104,7 +106,7 @@ def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curv
 
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     [table] = read_tables(path / "validation.jsonl")
-    # a resumed run may validate a step again that an earlier attempt validated: the last row of a step counts
+    # a resumed run may repeat the validation of a step: the last row of a step counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
@@ -171,7 +173,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     starts = [point for point in measured if point.compute == 0 or plain_value(point.row[1].get("step")) == 0]
     points, notes = _ordered_points([point for point in measured if point not in starts], compute)
     if not points:
-        raise table_error(table.path, f"no row has {compute} > 0")
+        raise table_error(table.path, f"no row has {compute} > 0; a fit needs points after the start")
     for column in identity_columns(table, 1):
         different = f"{len(groups_of(table.rows, [column]))} different {column}"
         notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
@@ -234,7 +236,7 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
             continue
         problem = ""
         if x < 0:
-            problem = f"{x:g} is below 0"
+            problem = f"{x:g} is below 0; choose another --compute"
         elif is_time_of_day(compute, x):
             problem = CLOCK
         if problem:
@@ -341,7 +343,8 @@ def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | 
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
-    """The number of validation prompts, or None. Raises ValueError if the number differs between points."""
+    """The number of validation prompts; None if not recorded. Raises ValueError if the number differs between
+    points."""
     values = _values(table, points, key, SIZE)
     if values is None:
         return None
@@ -354,7 +357,7 @@ def _values(
 ) -> Array | None:
     """[n] numbers of a column, NaN for an empty cell; None if all cells are empty.
 
-    complete: whether to return None also if any cell is empty.
+    complete: return None even if a single cell is empty.
     """
     numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)

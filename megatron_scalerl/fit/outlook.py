@@ -51,7 +51,7 @@ class Outlook:
     """The forecast of the run's last validation, made after one of its validations."""
 
     step: int
-    """Optimizer steps at the time of the forecast."""
+    """Optimizer steps that the run had made at the time of the forecast."""
     end_step: int
     """Steps of the whole run."""
     pass_rate: float
@@ -59,7 +59,7 @@ class Outlook:
     lo: float
     """Lower end of the 90 % interval of a measurement with the validation size so far."""
     hi: float
-    """Upper end of the 90 % interval."""
+    """Upper end of the 90 % interval of the measurement."""
     verdict: Verdict
     """Whether the rest of the run is worth its compute."""
     unconfirmed: str = ""
@@ -145,7 +145,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
 
     fit_from_steps: rows of earlier steps are left out of the fit. The compute at the end is extrapolated from the
     last row in proportion to the steps. None at the end of the run, and where `run_fit` returns None.
-    Raises ValueError for a row as `checked_row` does.
+    Raises ValueError for a row that `checked_row` refuses.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
     if fitted is None:

@@ -30,7 +30,7 @@ SOLID_AND_DASHED = (
     "Solid: the fitted sigmoid. Dashed: the forecast, which starts at the run's present level and is the median of "
     "all sigmoids that agree with the points."
 )
-"""The note that explains the two lines of each run in a figure."""
+"""The note that explains the solid and the dashed line of each run in a figure."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
 """Points as (compute [n], pass rate [n])."""
 
@@ -49,7 +49,7 @@ def plot_forecast(
     unseen: by run name, points that were not fitted; drawn hollow.
     until:  compute up to which the curves are drawn; default: twice the largest fitted compute.
     target: a pass rate to mark with a horizontal line.
-    Raises ValueError for a suffix but .png and .svg, OSError if the file cannot be written.
+    Raises ValueError for any suffix but .png and .svg, OSError if the file cannot be written.
     """
     if isinstance(fits, FitResult):
         fits = [fits]
@@ -67,7 +67,7 @@ def plot_forecast(
     axes.set_ylabel("validation pass rate")
     title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
-    # the legend stands below the axes, where no point is covered; its title is the note on lines
+    # the legend stands below the axes, where no point is covered; its title explains solid and dashed lines
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,

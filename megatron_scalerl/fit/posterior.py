@@ -122,7 +122,7 @@ def sample(
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    bounds: range of each parameter; A is held if the bounds of A are equal. draws: number of draws.
+    bounds: range of each parameter; A is fixed if the bounds of A are equal. draws: number of draws.
     """
     lowest, highest = bounds.asymptote
     grid = _refined_grid(observations, prior, bounds)
@@ -262,7 +262,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
-    # only ratios of masses count; without the shift, narrow noise and many points would overflow
+    # only ratios of masses count, so the maximum is subtracted: narrow noise and many points would overflow
     mass = np.exp(log_mass - log_mass.max())
     return _Grid(log_b=log_b, log_m=log_m, mass=mass, offset=offset, step=step)
 
@@ -288,7 +288,7 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
     """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] distance of two nodes)."""
     lowest, highest = (end - initial for end in bounds.asymptote)
     if lowest == highest:
-        # A is held: one node, whose step of 1 adds log 1 = 0 to the node's weight
+        # a fixed A has one node, whose step of 1 adds log 1 = 0 to the node's weight
         return np.full((*best.shape, 1), lowest), np.ones_like(best)
     lowest = max(lowest, 0.0)
     # where the cell's mean lies far outside the bounds, the step would be 0 and its logarithm -inf

@@ -57,7 +57,7 @@ class Prior:
     """Prior distribution of one run's sigmoid: a mixture of kinds of runs, without any unit of compute."""
 
     kinds: tuple[Kind, ...]
-    """The kinds of runs, averaged by their posterior weights."""
+    """The kinds of runs, averaged by the posterior weight of each."""
     freedom: float = 4.0
     """Degrees of freedom of the Student's t distributions of log B and log C_mid."""
     noise_shape: float = 2.0
@@ -70,7 +70,7 @@ class Prior:
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior for an unknown validation size."""
     discrepancies: tuple[Discrepancy, ...]
-    """The hypotheses on the discrepancy, averaged by their posterior weights."""
+    """The hypotheses on the discrepancy, averaged by the posterior weight of each."""
 
 
 @record

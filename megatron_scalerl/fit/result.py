@@ -95,7 +95,9 @@ class FitResult:
         """
         computes = np.asarray(compute, dtype=float).reshape(-1)
         if not np.all(np.isfinite(computes) & (computes > 0)):
-            raise ValueError(f"predict: every compute has to be finite and above 0, unlike in {computes.tolist()}")
+            raise ValueError(
+                f"predict: every compute has to be finite and above 0, but the computes are {computes.tolist()}"
+            )
         sizes = None
         if completions is not None:
             if self.posterior.observations.completions is None:
@@ -125,7 +127,7 @@ class FitResult:
     ) -> ForecastEvaluation:
         """Compare the forecast with measured points [n]; completions: see `predict`.
 
-        Raises ValueError as `predict`, and if `pass_rate` is not n numbers in [0, 1].
+        Raises ValueError where `predict` does, and if `pass_rate` is not n numbers in [0, 1].
         """
         measured = np.asarray(pass_rate, dtype=float).reshape(-1)
         predictions = tuple(self.predict(compute, completions=completions))
@@ -155,7 +157,7 @@ class ForecastEvaluation:
 
     @property
     def covered(self) -> Array:
-        """[n] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
+        """[n] 1.0 where the measured point lies inside the 90 % interval of the forecast, else 0.0."""
         return np.array([float(p.lo <= y <= p.hi) for p, y in zip(self.predictions, self.measured)])
 
     def summary(self) -> str:

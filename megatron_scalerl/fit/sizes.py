@@ -80,7 +80,7 @@ class Ladder:
             level = size.level.value
             cells = [f"{size.parameters:g}", *map(_text, (size.asymptote, size.level, line))]
             rows.append((*cells, f"{level - line.value:+.3f}", f"{level - largest:+.3f}"))
-        columns = ("size", "A", "level at the end", "by the other sizes", "error", "error as the largest")
+        columns = ("size", "A", "level at the end", "by the other sizes", "error", "error of the largest")
         lines: list[Table | str] = [
             Table(title="Across sizes", columns=columns, rows=tuple(rows)),
             f"Mean error for a left-out size: line {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
@@ -143,7 +143,7 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
     log_failures = np.log(1.0 - level)
     return Size(
         parameters=parameters,
-        # permutations make the draws of several fits independent, since all fits have the same seed
+        # all fits have the same seed: permutations make the draws of several fits independent
         asymptote=estimate(np.mean([rng.permutation(fit.posterior.asymptote) for fit in fits], axis=0)),
         level=estimate(level),
         log_failures=float(log_failures.mean()),

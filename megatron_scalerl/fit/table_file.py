@@ -184,14 +184,16 @@ def read_tables(path: Path) -> list[TableFile]:
 
 
 def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **fields: Any) -> TableFile:
-    """A table of (row number in the file, row). fields: further fields of the table.
+    """A table of (row number in the file, row). fields: further fields of `TableFile`.
 
     Raises ValueError for a row that is not an object.
     """
     numbered = []
     for number, row in rows:
         if not isinstance(row, dict):
-            raise table_error(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
+            raise table_error(
+                path, f"the row is of type {type(row).__name__}; it has to be an object", f"row {number}"
+            )
         numbered.append((number, _flat(row)))
     columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
     return TableFile(path=path, layout=layout, columns=columns, rows=tuple(numbered), **fields)
@@ -251,7 +253,8 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """The message of an error in JSON, without Python's advice on numbers of thousands of digits."""
+    """The message of an error in JSON; for numbers with thousands of digits, Python's advice to programmers is left
+    out."""
     return getattr(error, "msg", str(error).partition(";")[0])
 
 
@@ -421,7 +424,7 @@ def words(name: str) -> str:
 
 
 def stage(name: str) -> int:
-    """0 for a validation, 2 for training, 1 for a name that says neither."""
+    """Rank of a column's stage by the name: 0 for a validation, 2 for training, 1 for a name that says neither."""
     text = words(name)
     return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", text)), 1)
 
@@ -448,7 +451,7 @@ def score_rank(name: str) -> tuple[int, ...]:
 
 
 def scores(names: Iterable[str]) -> list[str]:
-    """The names that are scores, best first; among equals in the given order.
+    """The names that are scores, best first; names of equal rank in the given order.
 
     A validation without a measure, such as slime's eval/aime, comes after validation measures and before training.
     """
