@@ -72,7 +72,7 @@ class Command(NamedTuple):
     runs_policies: bool = False
     """True if `main` checks the versions of torch, Megatron-Core and vLLM before the command runs."""
     forms_groups: bool = False
-    """True if the command forms torch's process groups in its own process, and not in child processes."""
+    """True if the process of the command itself, and not a child process, forms torch's process groups."""
 
 
 COMMANDS = {
@@ -99,7 +99,7 @@ COMMANDS = {
     ),
     "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
     "evaluate": Command(
-        "score a policy on evaluation files, and its thinking budgets", "commands.evaluate", runs_policies=True
+        "score a policy on evaluation files, at several thinking budgets", "commands.evaluate", runs_policies=True
     ),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
 }

@@ -56,7 +56,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """[P] tokens of the rendered prompt as sent to the engine, with the prefilled opening tag of thinking."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the row, passed to a custom verifier."""
+    """The columns of the prompt's row without a field here, passed to a custom verifier."""
     task: str = ""
     """Name of the prompt's task in a mixture of tasks; empty without a mixture."""
 
@@ -88,7 +88,7 @@ class Rollout:
     the tokens that the environment wrote."""
     rollout_logprobs: tuple[float, ...]
     """[T] log-probability of a sampled token under the engine (nats), at the sampling temperature, or at temperature
-    1 for greedy decoding; 0.0 for all other tokens."""
+    1 for greedy decoding; 0.0 for a token that was not sampled."""
     policy_versions: tuple[int, ...]
     """[T] version of the weights that produced each token."""
     loss_mask: tuple[bool, ...]
@@ -106,8 +106,8 @@ class Rollout:
     """The experts that the engine's routers chose; None without rollouts.routing_replay."""
     environment: tuple[tuple[int, int], ...] = ()
     """Ranges [start, end) of tokens that the environment wrote, ascending and at least one token apart. In later
-    samples of an episode that forked, the repeated history counts as written by the environment. All other tokens
-    without loss are forced."""
+    samples of an episode that forked, the repeated history counts as written by the environment. Every token without
+    loss outside the ranges is forced."""
 
 
 @record

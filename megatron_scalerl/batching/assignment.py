@@ -4,8 +4,8 @@ The controller assigns (`plan_step`). The trainer's rank, which has the tokens, 
 and the completions' bytes (`packing.build`).
 
 Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
-micro-batch, and a missing micro-batch would hang the group. Weights are computed before the assignment, so the
-assignment changes neither loss nor gradient.
+micro-batch, and a missing micro-batch would hang the group. The weights of tokens are computed before the assignment,
+so the assignment changes neither loss nor gradient.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -96,7 +96,7 @@ def plan_step(
     numbers = []
     for rank_bins in bins:
         rows = [tuple(samples[i] for i in members) for members in rank_bins]
-        # Without fillers, the collectives of the next micro-batch would wait for a rank that has no more samples.
+        # Without fillers, collectives of a micro-batch would wait for a rank that has fewer micro-batches.
         fillers = [()] * (count - len(rows))
         plan = RankPlan(step=step, policy_version=policy_version, micro_batches=(*rows, *fillers))
         ranks.append(plan)

@@ -40,7 +40,7 @@ _VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutArrays:
-    """The fields of `types.Rollout` as numpy arrays; a view of stored bytes is read-only."""
+    """The fields of `types.Rollout` as numpy arrays. Arrays that are views of stored bytes are read-only."""
 
     token_ids: np.ndarray
     """[T] uint32 ids of the completion's tokens."""

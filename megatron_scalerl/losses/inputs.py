@@ -61,10 +61,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def separable(loss: Function) -> Function:
-    """Mark a loss that is a sum of independent token losses.
+    """Decorator that marks a loss as a sum of independent token losses.
 
-    The trainer may compute a marked loss over any part of the tokens. GSPO is not marked, because the ratio belongs
-    to a whole sequence.
+    The trainer may compute a marked loss over any part of the tokens. GSPO is not marked, because one ratio belongs
+    to all tokens of a sequence.
     """
     loss.separable = True  # type: ignore[attr-defined]
     return loss

@@ -21,7 +21,7 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
 from megatron_scalerl.rollouts.trained import read_trained
 
 LONGEST_CHARACTER = 4
-"""Most tokens that one character is split into: a character has at most four bytes in UTF-8."""
+"""Most tokens into which a tokenizer splits one character: a character has at most four bytes in UTF-8."""
 
 
 class Reader:
@@ -152,8 +152,8 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
             texts.append("")
             continue
         texts.append(printable(text[len(prefix) :]))
-        # the next token is decoded with the preceding text, since a tokenizer may decode two tokens to other text
-        # than one by one
+        # the next token is decoded with the preceding text, since a tokenizer may decode two tokens together to
+        # another text
         begin = read
         read = end
     return texts

@@ -39,7 +39,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Find the runs below a folder. The search skips hidden folders and the inside of runs.
+    """Find the runs below a folder. The search skips hidden folders, and does not look for runs inside a run.
 
     Raises OSError if `folder` cannot be read.
     """

@@ -1,6 +1,6 @@
 """The groups of a run: an index, read from the growing journal, and the groups, read from the store on demand.
 
-The index holds numbers only, and stays small even if the store is large.
+The index holds numbers and no texts, and stays small even if the store is large.
 """
 
 import math

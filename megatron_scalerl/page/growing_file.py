@@ -72,11 +72,12 @@ class Rows(Generic[Row]):
         return bool(lines)
 
     def _new_bytes(self) -> bytes:
-        """The appended bytes; all bytes of a file that was replaced or became shorter; no bytes without a file."""
+        """The bytes appended since the last read; all bytes if the file was replaced or became shorter; none without
+        a file."""
         try:
             with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
-                # a rename replaces a file and changes the inode; a truncated file keeps the inode
+                # a new inode: a rename has replaced the file; a smaller size: the file was truncated
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     if self._inode >= 0:  # not at the first read, which drops no rows
                         self.generation += 1

@@ -76,7 +76,9 @@ def report(run_dir: Path, console: Console) -> None:
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        say("No forecast: validations are missing at step 0, at three steps of the first part, or at a later step.")
+        say(
+            "No forecast: a forecast needs validations at step 0, at three steps of the first part and at a later step."
+        )
         return
     if rows[0]["pass_rate"] >= 1.0:
         say("No forecast: the pass rate at step 0 is already 1.")
@@ -128,7 +130,7 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
     """Lines on the gain, on the share of answers that a second judge confirmed, and on each task's gain in a mixture.
 
-    last: the last row of validation.jsonl. Raises ValueError as `read_rows`.
+    last: the last row of validation.jsonl. Raises ValueError where `read_rows` does.
     """
     lines = [gain_text(gain(run_dir))]
     if last.get("confirmed_share") is not None:
@@ -151,8 +153,7 @@ def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
 
 
 def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
-    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
-
+    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError where `read_rows` does.
     part: slice of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
     rows = read_rows(run_dir / "validation_by_prompt.jsonl")
@@ -202,7 +203,7 @@ def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) ->
 
 
 def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
-    """The change of the forecasts of a run's end, in one line. measured: the final pass rate, None before the end."""
+    """A line on how far the forecasts of a run's end moved. measured: the final pass rate; None before the end."""
     change = forecasts[-1].pass_rate - forecasts[0].pass_rate
     text = f"the forecast of the run's end moved by {change:+.3f} from the first forecast to the last"
     if measured is not None:

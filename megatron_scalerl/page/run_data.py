@@ -43,7 +43,7 @@ WAITS = {
     "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
     "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
 }
-"""Column -> the columns of metrics.jsonl whose sum is this column (seconds of a step)."""
+"""Column of the page (seconds of a step) -> the columns of metrics.jsonl that are summed for the column."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
 """Columns of a step on the page; `payload` adds `seconds`, the time of all steps so far, and tasks' pass rates."""
 MOST_EVENTS = 300
@@ -243,7 +243,8 @@ def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
 
 
 def _charge(line: bytes) -> dict[str, Any] | None:
-    """Unit, role and hours of a row of ledger.jsonl; None for a heartbeat. Absent values become "", "" and 0."""
+    """Unit, role and hours of a row of ledger.jsonl; None for a heartbeat. A value that the row lacks becomes "", ""
+    and 0."""
     row = json_row(line)
     unit = printable(str(row.get("unit", "")))
     role = printable(str(row.get("role", "")))
@@ -253,7 +254,7 @@ def _charge(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """The number, rounded to the six significant digits that a chart needs; None for any other value."""
+    """The number, rounded to the six significant digits that a chart needs; None for a value that is no number."""
     number = finite_number(value)
     if number is None:
         return None

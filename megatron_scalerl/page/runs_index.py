@@ -21,7 +21,7 @@ class RunRow:
     address: str
     """Address of the run's page, relative to the list; empty if the list is written to a file."""
     state: str = ""
-    """Running, stopped, not started, or finished with the reason."""
+    """"running", "stopped", "not started", or "finished: " with the reason of the end."""
     step: str = ""
     """Step of the last row of metrics.jsonl; empty without a row."""
     validation: str = ""

@@ -126,7 +126,8 @@ class RunPage:
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                # the event is cleared before the writes: news that come during the writes are sent next
+                # the event is cleared before the writes, so that news during the writes set the event again and are
+                # sent next
                 news.clear()
                 if self.failure != sent_failure:
                     sent_failure = self.failure
@@ -236,7 +237,8 @@ class RunsPage:
 
 
 class PageServer:
-    """Serves the page of a run, or the list of runs, on 127.0.0.1. `token` is new at every start."""
+    """Serves the page of a run, or the list of runs, on 127.0.0.1. `token`, which every request needs, is new at
+    every start."""
 
     def __init__(self, page: RunPage | RunsPage):
         self.page = page
@@ -273,7 +275,7 @@ class PageServer:
         return await handler(request)
 
     def _names(self) -> set[str]:
-        """The values of a request's Host header that this server accepts."""
+        """The values of a request's Host header that the server accepts."""
         names = {ADDRESS, "localhost"}
         hosts = {f"{name}:{self.port}" for name in names}
         if self.port == HTTP_PORT:  # clients leave out port 80 in the Host header

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
 """Most bytes of the written file."""
 GROUPS = 24
-"""Number of groups in the file, unless the caller names more."""
+"""Number of groups in the file, unless the caller of `write_page` names more."""
 
 
 def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:

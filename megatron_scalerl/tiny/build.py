@@ -63,7 +63,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
 
 
 def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
-    """True if the folder was written with the same arguments. Raises ValueError for any other content."""
+    """True if the folder was written with the arguments of `manifest`; False if empty or absent. Raises ValueError
+    for any other content."""
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:

@@ -6,8 +6,8 @@
 
 The operations apply from left to right, without precedence: `1;+2;*3=` is 9, not 7. Every intermediate value is in
 0..9, so that each is one token. Every step of the warm start's traces is correct, but a trace stops before each step
-with probability 0.2 and answers with the value reached so far: the policy learns to stop early, and the reward on the
-final answer teaches it to keep thinking.
+with probability 0.2 and answers with the value reached so far: the warm start teaches the policy to stop early, and
+RL with a reward on the final answer to keep thinking.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ THINK_END = "</think>"
 EOS = "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""Draws without a new problem after which a level counts as exhausted."""
+"""Number of draws in succession without a new problem after which all problems of a level count as drawn."""
 
 
 @record
@@ -90,7 +90,7 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
 
 
 def is_held_out(text: str) -> bool:
-    """True for the 5 % of all problems that are never trained on, by the SHA-256 of the text."""
+    """True for the 5 % of problems that are never trained on; the SHA-256 of the problem's text decides."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
 
@@ -144,7 +144,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     """`count` distinct problems with the columns prompt, answer and level; the levels take turns.
 
     A level is skipped once all problems of the level are drawn (level 1 has about a hundred). Raises ValueError if
-    all are exhausted.
+    all levels have too few.
     """
     side = {True: "held out", False: "training"}[held_out]
     rng = random.Random(f"{side} {seed}")

@@ -14,7 +14,7 @@ TOKENS = (*SPECIAL, "<think>", "</think>", PAPER_PHRASE, *"0123456789+-*=;", UNK
 """The 22 tokens, in the order of the ids."""
 PAD_ID, BOS_ID, EOS_ID, THINK_START_ID, THINK_END_ID, PHRASE_ID = range(6)
 MODEL_VOCABULARY = 64
-"""Rows of the policies' embedding and logit projection; the last 42 are unused."""
+"""Rows of the policies' embedding and logit projection; no token uses the last 42 rows."""
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that joins the texts of all messages, since the tiny policies have no roles."""
 
