@@ -76,9 +76,7 @@ def report(run_dir: Path, console: Console) -> None:
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        say(
-            "No forecast: a forecast needs validations at step 0, at three steps of the first part and at a later step."
-        )
+        say("No forecast: validations are needed at step 0, at three steps of the first part, and at a later step.")
         return
     if rows[0]["pass_rate"] >= 1.0:
         say("No forecast: the pass rate at step 0 is already 1.")
