@@ -85,7 +85,7 @@ def _micro_batch(
     sizes = [len(arrays["tokens"]) for arrays in packed]
     columns_by_key = {key: np.concatenate([arrays[key] for arrays in packed]) for key in packed[0]}
     columns_by_key |= _joined_choices(sizes, completions)
-    # The attention kernels of Transformer Engine take int32.
+    # Transformer Engine's attention kernels take sequence starts as int32.
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **columns_by_key)
     total = sum(sizes)

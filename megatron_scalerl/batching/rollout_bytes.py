@@ -313,7 +313,8 @@ def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
 
 def _forced_ranges(mask: np.ndarray) -> np.ndarray:
     """[F, 2] uint32 ranges in which `mask` [T] is False."""
-    # With a sampled token added at both ends, each range begins with a falling edge and ends with a rising edge.
+    # With a sampled token added at both ends, each range begins where the mask changes to False and ends where it
+    # changes to True.
     edges = np.flatnonzero(np.diff(np.concatenate([[True], mask, [True]]).astype(np.int8)))
     return edges.astype("<u4").reshape(-1, 2)
 

@@ -104,7 +104,7 @@ def backtest(
             f"{curve.name}: {len(usable)} points are in the window; a backtest needs {MIN_POINTS + LAST_POINTS}"
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
-    # the mean is over the completions of all last points, so the forecast interval is that of so many completions
+    # the mean is over the completions of all last points, so the interval is computed for this number of completions
     size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:

@@ -89,7 +89,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="C",
         help="further compute for the verdict and for --compare; default: as much as the run has used",
     )
-    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that justifies the budget; default {WORTH:g}")
+    add("--worth", type=float, metavar="X", default=WORTH, help=f"pass-rate gain worth the budget; default {WORTH:g}")
     add("--target", type=float, metavar="X", help="estimate, and compare, the compute to reach pass rate X")
     add("--backtest", action="store_true", help="forecast the last points from every shorter part of the run")
 
@@ -167,7 +167,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
         score_range=score_range,
     )
     overrides = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
-    # an option that the user does not give is None: the value of the file stays
+    # an option that the user does not give is None: the value in the input file stays
     overrides = {key: value for key, value in overrides.items() if value is not None}
     curves = [replace(curve, **overrides) for path in options.inputs for curve in read_curves(path, columns)]
     units = {curve.unit: curve.name for curve in curves}

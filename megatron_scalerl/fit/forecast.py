@@ -174,7 +174,7 @@ def _fit(
     intervals = _intervals(posterior, parameters)
     reached = checks.highest_level(y)
     lower, upper = intervals["asymptote"]
-    if lower < upper < reached and checks.falling_tail(c, y) is None:  # a fixed A has no interval
+    if lower < upper < reached and checks.falling_tail(c, y) is None:  # lower equals upper if A is fixed
         intervals["asymptote"] = (lower, reached)
         notes.append(f"the sigmoid does not describe this run: A lies below the measured {reached:.3f}")
     notes += checks.curve_warnings(

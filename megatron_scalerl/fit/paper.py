@@ -90,6 +90,6 @@ def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, 
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]
-    # |rise - gain share|^2 multiplied out, so that no array needs all four axes points, A, C_mid and B
+    # the square |rise - gain share|^2 is multiplied out, so that no array needs all four axes points, A, C_mid and B
     squares = rise @ rise - 2.0 * (share @ rise) * gain + (share**2).sum(axis=-1) * gain**2
     return squares.min(axis=2)

@@ -252,7 +252,8 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             cross = (shares @ rise).reshape(cells)
             best, width = _conditional_gain(rise @ rise, cross, square, obs)
             gain, step[r, h] = _gain_nodes(best, width, initial, bounds)
-            # |rise - gain share|^2 multiplied out: no array has an axis for points and nodes of A at once
+            # the square |rise - gain share|^2 is multiplied out, so that no array has both axes, points and nodes of
+            # A
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             # Student's t: the inverse-gamma variance is integrated out; rounding may push a misfit below 0
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
@@ -318,7 +319,7 @@ def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     log_share = np.log(inside)
     log_remainder = np.log1p(-inside)
-    # the sum over kinds is a log-sum-exp
+    # the logarithm of the sum over kinds, as log-sum-exp
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):

@@ -118,7 +118,7 @@ DEFAULT_PRIOR = Prior(
         kind(0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
         # runs that gain nothing
         kind(0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
-        # a wide kind for all runs of no kind above
+        # any run that is of none of the three kinds above
         kind(0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,

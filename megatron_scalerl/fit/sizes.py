@@ -163,7 +163,7 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     offsets = log_sizes - log_sizes[:-1].mean()
     line = UNKNOWN + SLOPE**2 * np.outer(offsets, offsets)
     walk = np.minimum.outer(log_sizes, log_sizes) - log_sizes.min()
-    # [walks, sizes, sizes], the forecast size last
+    # [walks, sizes, sizes]; the size to forecast comes last
     covariance = line + WALKS[:, None, None] ** 2 * walk
     inverse = np.linalg.inv(covariance[:, :-1, :-1] + np.diag([size.log_variance for size in sizes]))
     evidence = np.linalg.slogdet(inverse)[1] - values @ inverse @ values - (WALKS / WALK) ** 2

@@ -294,7 +294,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
     """(layout, rows) of JSON: a list of rows, an object with a list of rows for one or each run, or columns."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
-    if "log_history" in value:  # trainer_state.json has lists without metrics, too
+    if "log_history" in value:  # the one list with metrics
         return "trainer_state.json", value["log_history"]
     columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
     columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
@@ -444,7 +444,7 @@ def score_rank(name: str) -> tuple[int, ...]:
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
     if not measures or not may_be_score(name):
         return ()
-    # a rate over the best of k answers is above the pass rate, so such a name comes last
+    # a rate over the best of k answers is above the pass rate, so such a name ranks with pass@k
     if re.search(_BEST_OF, text):
         measures = [5]
     return stage(name), not re.search(_FIRST, text), measures[0], not re.search(_WHOLE_WORDS, text), text.count(" ")

@@ -285,7 +285,7 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
     """The HTML page with the results of runs, a comparison if any, and the figure (SVG) embedded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # autoescape: names of runs and columns are the user's text
+    # autoescape, since names of runs and columns come from the user's files
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
