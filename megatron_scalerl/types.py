@@ -252,7 +252,7 @@ class EpisodeEnd:
     the code of the environment's class failed, possibly because of the policy's actions. world: a process of the
     environment failed, or a service for which the class waited. row: no episode can begin from the prompt's row."""
     reason: str
-    """The cause in one word; lost episodes are counted by environment_REASON."""
+    """The cause in one word; lost episodes are counted under the reason environment_REASON."""
     paid: bool = False
     """True: the episode stays in the group, as scored, truncated or wrong. False: the episode is lost."""
 
@@ -321,7 +321,7 @@ class RolloutGroup:
 
 @record
 class Sample:
-    """A completion to train on, with tokens, in memory. Only the warm start and the checks use this class.
+    """A completion to train on, with tokens, in memory. Only the warm start, benchmarks and tests use this class.
 
     Example:
         >>> weight = 1 / (2 * sum(rollout.loss_mask))  # prompt mean over one prompt with two completions

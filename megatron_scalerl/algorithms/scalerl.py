@@ -55,22 +55,23 @@ class ScaleRL:
     sent.
     """
     normalize: Literal["batch", "prompt", "none"] = "batch"
-    """The recipe's advantages.normalize."""
+    """The recipe's setting advantages.normalize."""
     truncated: Literal["exclude", "wrong"] = "exclude"
-    """The recipe's rewards.truncated.
+    """The recipe's setting rewards.truncated.
 
     "exclude" leaves truncated completions out of loss and group mean. "wrong" keeps truncated completions, with the
     reward of an incorrect answer.
     """
     zero_variance: bool = True
-    """The recipe's filters.zero_variance. If false, groups with equal rewards stay, with advantage 0, and count in
-    the mean over prompts."""
+    """The recipe's setting filters.zero_variance. If false, groups with equal rewards stay, with advantage 0, and
+    count in the mean over prompts."""
     reduction: Reduction = "prompt_mean"
-    """The recipe's loss.reduction."""
+    """The recipe's setting loss.reduction."""
     loss_name: str = "cispo"
-    """The recipe's loss.name."""
+    """The recipe's setting loss.name."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the loss, by name: the other keys of the recipe's section `loss`."""
+    """Options of the loss function, by name, where the recipe's section `loss` differs from the function's
+    defaults."""
 
     async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
         """[samples] for each sample a mapping from column name to [tokens] values.

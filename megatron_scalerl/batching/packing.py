@@ -1,7 +1,7 @@
 """Builds micro-batches: the `Batch` of a data-parallel rank from the `RankPlan` and the completions.
 
-The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, the checks and the benches call `pack`,
-which assigns and builds in one process.
+The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, benchmarks and tests call `pack`, which
+assigns and builds in one process.
 """
 
 from collections.abc import Sequence

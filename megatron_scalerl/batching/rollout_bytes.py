@@ -10,7 +10,7 @@ Little-endian, without padding:
     token ids        [T] u32
     log-probs        [T] f32; f64 if a value is not exactly representable in f32
     expert choices   [P + T - 1, L, K] u8 or u16, if there are any
-    columns          with a flag: number of columns u8; each column's name (length u8, ASCII); then [T] f32 a column
+    columns          if flagged: number of columns u8; each column's name (length u8, ASCII); then [T] f32 a column
 
 A token takes 8 bytes without expert choices; header and runs take 52 bytes in a completion of one version. Both
 directions are exact: `rollout_of(read(write(rollout))) == rollout`.

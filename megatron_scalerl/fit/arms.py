@@ -42,7 +42,7 @@ class Arm:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if unknown."""
+        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if no recipe is known."""
         return _recipe(self.curves[0])
 
 

@@ -227,7 +227,7 @@ def _further(table: TableFile, columns: list[str]) -> list[str]:
 
 
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
-    """(points, texts on skipped rows and converted values). compute, score: the columns, which a point's row has."""
+    """(points, texts on skipped rows and converted values). compute, score: columns of a point's numbers."""
     points = []
     for row in table.rows:
         x = _number(table, row, compute)

@@ -203,7 +203,7 @@ def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
 
 
 def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
-    """The observation model of a run's points under `prior`; many points are pooled.
+    """The observation model of a run's points under `prior`; more than `MOST_POINTS` points are pooled.
 
     highest: largest A that the fit allows; only values of R_0 below this A are averaged over.
     Raises ValueError for sizes or variances out of range, and if no R_0 is below `highest`.

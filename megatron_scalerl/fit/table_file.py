@@ -129,9 +129,9 @@ class TableFile:
     rows: tuple[tuple[int, Row], ...]
     """(row number in the file, column -> value) of every row that is not blank. A row may lack a column."""
     run: str | None = None
-    """Name of the run, if the layout has a name."""
+    """Name of the run, if the file or folder states a name; else None."""
     x: str | None = None
-    """The column of the horizontal axis, if the layout has an axis."""
+    """The column of the horizontal axis, if the layout states an axis; else None."""
 
 
 def table_error(path: Path, problem: str, *place: str) -> ValueError:
@@ -490,7 +490,7 @@ def plain_value(cell: Any) -> Any:
 
 
 def is_step_name(cell: Any) -> bool:
-    """Whether a cell names a checkpoint by the step."""
+    """Whether a cell is the name of a checkpoint with the step, such as checkpoint-100."""
     return bool(_STEP_NAME.fullmatch(str(cell).strip()))
 
 

@@ -44,7 +44,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     """One cell per column. HTML shows an interval in brackets below the value."""
     title: str | None = None
-    """Line above the table in the terminal."""
+    """Line that the terminal shows above the table."""
     labels: int = 1
     """Number of leading columns that hold words, which are aligned left."""
 
@@ -238,7 +238,7 @@ def _interval(lo: float, hi: float, style: Style) -> str:
 
 
 def run_json(run: RunReport) -> dict[str, Any]:
-    """An entry of `fits` in the JSON."""
+    """The entry of a run in the list `fits` of the JSON."""
     fit = run.fit
     return {
         "read": run.curve.read,

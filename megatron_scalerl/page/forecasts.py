@@ -22,7 +22,7 @@ class Forecasts:
         """Step and pass rate of the validations so far."""
 
     def missing_counts(self, rows: Rows) -> list[int]:
-        """The numbers n for which a forecast from the first n validations is missing, largest first."""
+        """The numbers n, largest first, for which the page lacks a forecast from the first n validations."""
         row_keys = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
         if self._rows != row_keys[: len(self._rows)]:
             self._projections.clear()  # a restart has changed the rows: no forecast holds

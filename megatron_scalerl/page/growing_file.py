@@ -32,8 +32,8 @@ class Rows(Generic[Row]):
     """
 
     def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]):
-        """row_of: maps a line to its row, or to None for a line to skip; raises ValueError, without file and place,
-        for a damaged line."""
+        """row_of: maps a line to its row, or to None for a line to skip; for a damaged line, raises ValueError
+        without file and place."""
         self.path = path
         self.rows: list[Row] = []
         self.generation = 0

@@ -3,8 +3,8 @@
 The life of a page: `RunData.update` reads new rows, once a second; `payload` is the data that the browser draws, with
 the steps that the browser lacks. After a restart `generation` rises, and all steps are sent again.
 
-A damaged line hides no other line: `RunData.damage` names the line, and the page shows the name. Every value is JSON.
-Columns are lists over the rows of a file, `None` where a row has no such number.
+A damaged line hides no other line: `RunData.damage` names the damaged line, and the page shows this text. Every value
+is JSON. Columns are lists over the rows of a file, `None` where a row has no such number.
 """
 
 import math
