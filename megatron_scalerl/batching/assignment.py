@@ -127,7 +127,8 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members`, longest first, in bins of at most `capacity` tokens; the order puts similar lengths into one bin."""
+    """`members`, sorted by the caller, in bins of at most `capacity` tokens: longest first puts similar lengths into
+    one bin."""
     bins: list[list[int]] = []
     free_tokens: list[int] = []
     for index in members:

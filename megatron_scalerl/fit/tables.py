@@ -218,7 +218,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> str:
-    """Text of a compute and its interval; "never" for an infinite compute, "start" for 0: R_0 is at the pass rate.
+    """Text of a compute and its interval; "never" for an infinite compute, "start" for 0 (R_0 is enough).
 
     "[start, never]" means that the compute is unknown, because some draws never reach the pass rate.
     """

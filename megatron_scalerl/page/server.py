@@ -252,8 +252,8 @@ class PageServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
-        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises OSError if the port is
-        taken."""
+        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises OSError for a port that
+        is taken."""
         app = web.Application(middlewares=[self._guard])
         # one route serves all paths: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
