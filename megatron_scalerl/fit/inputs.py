@@ -275,7 +275,7 @@ def _rounded_rate(pass_rate: float) -> float:
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
-    """Whether the values are percent: a cell ends with %, or the column's name says so and a value exceeds 1."""
+    """Whether the values are percent: a cell ends with %, or the column's name says percent and a value exceeds 1."""
     if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)

@@ -48,7 +48,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @record
 class Outlook:
-    """The forecast of the run's last validation, made after one of its validations."""
+    """The forecast of the run's last validation, made after an earlier validation."""
 
     step: int
     """Optimizer steps that the run had made at the time of the forecast."""

@@ -171,8 +171,8 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
 
     def posterior_draws(shared: Array, variance: Array) -> Array:
-        """[draws] of a number, given `values`. shared: [walks, sizes] covariance with `values`. variance: prior
-        variance [walks]."""
+        """[draws] of a number. shared: [walks, sizes] covariance of the number with `values`. variance: [walks] prior
+        variance of the number."""
         gain = np.einsum("wij,wj->wi", inverse, shared)
         deviation = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
         return (gain @ values)[walks] + deviation[walks] * rng.standard_normal(DRAWS)

@@ -437,8 +437,8 @@ def may_be_score(name: str) -> bool:
 def score_rank(name: str) -> tuple[int, ...]:
     """Sort key of a score's name, lowest for the best score; empty for a name that is not a score.
 
-    (stage, 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward), measure, 0 for the
-    whole of several parts, words of the name)
+    (stage; 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward); measure; 0 for a
+    name with a word such as total or overall; length of the name in words)
     """
     text = words(name)
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]

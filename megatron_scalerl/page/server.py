@@ -317,7 +317,7 @@ def page_answer(text: str, programs: Sequence[Path] = ()) -> web.Response:
 
 
 def security_headers(programs: Sequence[Path] = PROGRAMS) -> dict[str, str]:
-    """The headers of every response. programs: the JavaScript that may run."""
+    """The headers of every response. programs: the JavaScript that may run in the page."""
     return {
         "Cache-Control": "no-store",
         "Content-Security-Policy": f"{policy(programs, live=True)}; frame-ancestors 'none'",
