@@ -4,7 +4,7 @@ import os
 
 __version__ = "0.3.0"
 
-if "MSRL_SECRET" in os.environ:  # done before the program's imports, which take seconds
+if "MSRL_SECRET" in os.environ:  # before the imports, which take seconds
     from megatron_scalerl.processes.parent_death import hide_memory
 
     hide_memory()

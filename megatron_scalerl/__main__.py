@@ -24,12 +24,12 @@ OLDEST = (3, 11)
 _INSTALLER = Path(__file__).parents[1] / "tools" / "install.sh"
 _MADE = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
 _EXTRA = "pip install 'megatron_scalerl[run]' brings it; to train, clone the repository and run its tools/install.sh"
-"""Advice for a missing package where megatron_scalerl was installed without the repository."""
+"""Advice for a missing package if megatron_scalerl was installed by pip, without a clone of the repository."""
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context for imports and commands: report what the environment lacks in one line, with exit code 2.
+    """Context for imports and commands: reports in one line what the environment lacks, and exits with code 2.
 
     Raises SystemExit for a Python before 3.11 and for a package that is not installed. A missing module of
     megatron_scalerl itself is a bug: its ModuleNotFoundError propagates.
@@ -68,11 +68,11 @@ class Command(NamedTuple):
     module: str
     """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
     os_error_code: int = 1
-    """Exit code for an OSError: 2 (user error) for a command that opens no files but the files named by the user."""
+    """Exit code for an OSError: 2 (user error) for a command whose files are all named by the user."""
     runs_policies: bool = False
-    """True if the installed versions of torch, Megatron-Core and vLLM are checked before the command runs."""
+    """True if `main` checks the versions of torch, Megatron-Core and vLLM before the command runs."""
     forms_groups: bool = False
-    """True if the command forms torch's process groups in its own process, and not in child processes."""
+    """True if the process of the command itself, and not a child process, forms torch's process groups."""
 
 
 COMMANDS = {
@@ -99,7 +99,7 @@ COMMANDS = {
     ),
     "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
     "evaluate": Command(
-        "score a policy on evaluation files, and its thinking budgets", "commands.evaluate", runs_policies=True
+        "score a policy on evaluation files, at several thinking budgets", "commands.evaluate", runs_policies=True
     ),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
 }
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_scalerl.processes.logs import LEVEL_VARIABLE, log_to_terminal
         from megatron_scalerl.processes.signals import Stopped
 
-        # Megatron-Core warns at every import that Transformer Engine and apex are missing
+        # hides what Megatron-Core warns at every import: Transformer Engine and apex are missing
         warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
         if arguments.verbose:
             os.environ[LEVEL_VARIABLE] = "debug"

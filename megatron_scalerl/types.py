@@ -6,7 +6,7 @@ The examples in the docstrings form one doctest, in the order of the stages.
 
 Shapes in annotations have the notation of jaxtyping: `Float[Tensor, "tokens vocab"]`, `Int64[Tensor, " T"]`. A single
 axis is written with a leading space. The shapes inform readers: the type checker sees the array type alone, and
-nothing is checked at run time. An import of the same names from `jaxtyping` would add checks.
+nothing is checked at run time. If the names were imported from `jaxtyping`, the shapes could be checked.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ ComputeUnit = Literal["gpu_hours", "device_hours"]
 
 class CompletionLost(RuntimeError):
     """Raised for a completion that cannot be used, through no fault of the policy. `reason`: the cause in one word.
-
-    The completion is left out of its group and counted; the rest of the group is kept. Raised by `engine.client`
+    The completion is counted and left out of the group, whose other completions stay. Raised by `engine.client`
     (`no_logprobs`: an answer without log-probabilities) and by `rewards.pool` (`verifier_lost`: no process could
     score the completion).
     """
@@ -57,7 +56,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """[P] tokens of the rendered prompt as sent to the engine, with the prefilled opening tag of thinking."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the row, passed to a custom verifier."""
+    """The columns of the prompt's row without a field here, passed to a custom verifier."""
     task: str = ""
     """Name of the prompt's task in a mixture of tasks; empty without a mixture."""
 
@@ -89,7 +88,7 @@ class Rollout:
     the tokens that the environment wrote."""
     rollout_logprobs: tuple[float, ...]
     """[T] log-probability of a sampled token under the engine (nats), at the sampling temperature, or at temperature
-    1 for greedy decoding; 0.0 for all other tokens."""
+    1 for greedy decoding; 0.0 for a token that was not sampled."""
     policy_versions: tuple[int, ...]
     """[T] version of the weights that produced each token."""
     loss_mask: tuple[bool, ...]
@@ -107,8 +106,8 @@ class Rollout:
     """The experts that the engine's routers chose; None without rollouts.routing_replay."""
     environment: tuple[tuple[int, int], ...] = ()
     """Ranges [start, end) of tokens that the environment wrote, ascending and at least one token apart. In later
-    samples of an episode that forked, the repeated history counts as written by the environment. All other tokens
-    without loss are forced."""
+    samples of an episode that forked, the repeated history counts as written by the environment. Every token without
+    loss outside the ranges is forced."""
 
 
 @record
@@ -145,7 +144,7 @@ class Part:
     sampled_tokens: int
     """Number of tokens with loss."""
     prompt_tokens: int | None = None
-    """Number of the prompt's tokens with which the sample begins; None: all tokens of the prompt."""
+    """Number of the prompt's first tokens with which the sample begins; None: all tokens of the prompt."""
 
 
 @record
@@ -181,8 +180,8 @@ class Completion:
     environment_tokens: int = 0
     """Number of tokens that the environment wrote, including history that later samples repeat."""
     parts: tuple[Part, ...] = ()
-    """The samples of an episode that forked, or whose sample begins with a part of the prompt, in order. Empty if the
-    completion itself is the only sample."""
+    """The samples, in order, of an episode that forked or whose only sample begins with a part of the prompt. Empty
+    if the completion is a single sample after the whole prompt."""
 
     @property
     def samples(self) -> tuple[Part, ...]:
@@ -229,8 +228,8 @@ class Score:
     """Whether the second judge (recipe: validation.audit) confirms a correct answer; None if the judge was not asked,
     or gave no verdict."""
     turn_rewards: tuple[float, ...] = field(default=(), compare=False)
-    """Reward of the environment's `step` for each turn: 0 for no reward, 1 for True. The verifier's reward is not
-    included. Empty for an agent; a turn that a limit ended has no entry."""
+    """Reward of the environment's `step` for each turn: 0 for no reward, 1 for True. The reward of the verifier is
+    not included. Empty for an agent's episode; a turn that a limit of the recipe ended has no entry."""
     problem: str = field(default="", compare=False)
     """End of the environment's traceback, for an episode that failed and is scored as wrong; empty otherwise."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -253,9 +252,9 @@ class EpisodeEnd:
     the code of the environment's class failed, possibly because of the policy's actions. world: a process of the
     environment failed, or a service for which the class waited. row: no episode can begin from the prompt's row."""
     reason: str
-    """The cause in one word; lost episodes are counted by environment_REASON."""
+    """The cause in one word; lost episodes are counted under the reason environment_REASON."""
     paid: bool = False
-    """Whether the episode stays in the group: scored, truncated or wrong. Otherwise the episode is lost."""
+    """True: the episode stays in the group, as scored, truncated or wrong. False: the episode is lost."""
 
 
 ENDS: Mapping[str, EpisodeEnd] = {
@@ -293,18 +292,18 @@ class RolloutGroup:
     """
 
     group_id: int
-    """Number of the group in the order in which generation was started, from 0. No two groups that lead to a
+    """Number of the group, from 0, in the order in which generation was started. No two groups on the way to a
     checkpoint share a number."""
     prompt: Prompt
     completions: tuple[Completion, ...]
     """[G] completions, at least one; fewer than rollouts.group_size if completions were lost."""
     positions: tuple[int, ...]
-    """[G] number of each completion's first sample among the stored samples of the group, from 0, ascending. There
-    are gaps where a filter removed completions."""
+    """[G] number of each completion's first sample among the stored samples of the group, from 0, ascending. Numbers
+    are missing where a filter removed completions."""
     scores: tuple[Score, ...]
     """[G] score of each completion."""
     first_token_version: int
-    """Oldest policy version among the first tokens of the completions."""
+    """Lowest policy version among the first tokens of the completions."""
     epoch: int
     """Number of the pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
@@ -322,7 +321,7 @@ class RolloutGroup:
 
 @record
 class Sample:
-    """A completion to train on, with tokens, in memory. Only the warm start and the checks use this class.
+    """A completion to train on, with tokens, in memory. Only the warm start, benchmarks and tests use this class.
 
     Example:
         >>> weight = 1 / (2 * sum(rollout.loss_mask))  # prompt mean over one prompt with two completions
@@ -432,7 +431,7 @@ class StepReport:
     seconds: float
     """Wall time of forward, backward and optimizer on the slowest rank (seconds)."""
     metrics: Mapping[str, float]
-    """Named scalars: entropy, mismatch by staleness bucket, share of capped weights ..."""
+    """Named scalars, such as the entropy, the mismatch by staleness bucket and the share of capped weights."""
 
 
 @record
@@ -489,7 +488,7 @@ class PassRate:
     """Minus the mean log-probability (nats) of all sampled tokens under the engine, without forced tokens: an
     estimate of the policy's entropy per token on held-out prompts."""
     lost_completions: int = 0
-    """Number of lost completions (`CompletionLost`), which no other field includes."""
+    """Number of lost completions (`CompletionLost`); every other field leaves lost completions out."""
     within_variance: float | None = None
     """Variance between the completions of a prompt (`controller.metrics.within_variance`); None if k is 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -500,8 +499,8 @@ class PassRate:
     confirmed_share: float | None = None
     """Share of the correct completions that the second judge confirms (`Score.confirmed`); None without a verdict."""
     confirmed_least: float | None = None
-    """The least `confirmed_share` without a warning: 0.95 if most references are numbers, else the share of the first
-    validation less 0.05."""
+    """The `confirmed_share` below which a warning is given: 0.95 if most references are numbers, else the first
+    validation's share less 0.05."""
 
 
 __all__ = ["Bool", "Float", "Int32", "Int64"]

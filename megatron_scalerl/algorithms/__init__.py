@@ -13,7 +13,8 @@ from megatron_scalerl.recipe import Recipe
 
 
 def algorithm_of(recipe: Recipe) -> ScaleRL:
-    """The algorithm of a recipe. The recipe's sections and the further keys of `algorithm` set the object's fields.
+    """The algorithm of a recipe. The fields of the object are set from the recipe: the sections advantages, filters,
+    loss and rewards, and the keys of `algorithm`.
 
     Raises ValueError, naming the key, for an unknown algorithm, loss or setting.
     """
@@ -43,7 +44,7 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
         algorithm: ScaleRL = chosen(**paper, **settings)
     except TypeError as error:
         raise ValueError(f"algorithm: {section.name} does not take {section.settings} ({error})") from None
-    algorithm.paper_loss  # noqa: B018 - an unknown loss or option is a mistake of the recipe, found here
+    algorithm.paper_loss  # noqa: B018 - finds an unknown loss or option of the recipe
     if section.teachers and not (
         isinstance(algorithm, Distilled) and algorithm.columns == Distilled.columns and chosen.score is ScaleRL.score
     ):

@@ -1,9 +1,9 @@
 """On-policy distillation: the advantage of a sampled token is the teacher's log-prob less the trainer's.
 
 A token's gradient is the gradient of the reverse KL at the token's position, estimated from the sampled token, on
-texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). The gaps of
-later tokens do not enter. If the teacher fits on the trainer's ranks, `algorithm.kl` computes the KL exactly, over
-the whole vocabulary.
+texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). The gaps of later tokens
+do not enter the advantage of a token. If the teacher fits on the trainer's ranks, `algorithm.kl` computes the KL
+exactly, over the whole vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ class Distilled(ScaleRL):
     """ScaleRL's advantages, times `reward_weight`, less each token's gap to the teacher, times `gap_weight`.
 
     The gap is log p of the trainer, at the update, less log p of the teacher (nats), without gradient. Forced tokens
-    and tokens of an environment have no gap. The importance weight stays the weight that the loss computes from
-    trainer and engine.
+    and tokens of an environment have no gap. The importance weight is the ratio of trainer to engine, as in every
+    loss, and not of trainer to teacher.
     """
 
     columns: ClassVar = ("teacher_logprobs",)
@@ -29,7 +29,7 @@ class Distilled(ScaleRL):
     reward_weight: float = 0.0
 
     def trains(self, completion: Completion) -> bool:
-        """Whether a completion is trained on. If `reward_weight` is 0, truncated completions are trained on, too."""
+        """Whether a completion is trained on: every completion if `reward_weight` is 0, else as ScaleRL decides."""
         return not self.reward_weight or super().trains(completion)
 
     def drop_reason(self, group: RolloutGroup) -> str:

@@ -38,37 +38,40 @@ class ScaleRL:
 
     A subclass is another algorithm (recipe: algorithm.name `module:Class`). The subclass overrides a method, and the
     fields that a subclass adds are settings of the recipe's section. Controller and trainer ranks make equal objects,
-    and a resume composes batches again: the methods are pure functions of arguments and fields.
+    and a resumed run composes a batch again, so the methods have to be pure functions of arguments and fields.
     """
 
     metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
     """Name of a number in `LossOutput.metrics` -> reduction over the tokens of a step. The result is loss/NAME in
     metrics.jsonl.
 
-    The names are declared, so that ranks without tokens also report the numbers. Values of a "max" are not negative.
+    Ranks without tokens report the numbers too, which is why the class has to declare the names. Values of a "max"
+    are not negative.
     """
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`.
 
-    Columns are stored with the group, for a resume and for `show`. Without a name nothing is stored or sent.
+    Columns are stored with the group, for a resumed run and for the command `show`. With (), no column is stored or
+    sent.
     """
     normalize: Literal["batch", "prompt", "none"] = "batch"
-    """The recipe's advantages.normalize."""
+    """The recipe's setting advantages.normalize."""
     truncated: Literal["exclude", "wrong"] = "exclude"
-    """The recipe's rewards.truncated.
+    """The recipe's setting rewards.truncated.
 
     "exclude" leaves truncated completions out of loss and group mean. "wrong" keeps truncated completions, with the
     reward of an incorrect answer.
     """
     zero_variance: bool = True
-    """The recipe's filters.zero_variance. If false, groups with equal rewards stay, with advantage 0, and count in
-    the mean over prompts."""
+    """The recipe's setting filters.zero_variance. If false, groups with equal rewards stay, with advantage 0, and
+    count in the mean over prompts."""
     reduction: Reduction = "prompt_mean"
-    """The recipe's loss.reduction."""
+    """The recipe's setting loss.reduction."""
     loss_name: str = "cispo"
-    """The recipe's loss.name."""
+    """The recipe's setting loss.name."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the loss, by name: the other keys of the recipe's section `loss`."""
+    """Options of the loss function, by name, where the recipe's section `loss` differs from the function's
+    defaults."""
 
     async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
         """[samples] for each sample a mapping from column name to [tokens] values.
@@ -94,7 +97,7 @@ class ScaleRL:
 
         too_few: no completion, or with `zero_variance` fewer than two, so that there is no spread. all_correct,
         all_incorrect: every completion is correct, or none is. equal_rewards: the rewards are equal although
-        correctness differs. No other group replaces a dropped group (section 3.2).
+        correctness differs. A dropped group is not replaced by a new group (section 3.2).
         """
         if len(group.scores) < (2 if self.zero_variance else 1):
             return "too_few"
@@ -108,7 +111,7 @@ class ScaleRL:
     def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
         """[groups][completions] advantage: reward less the group's mean, divided by a standard deviation (eq. 2).
 
-        `normalize` says whether the deviation is the batch's or the group's; "none" divides by nothing.
+        `normalize` says whose deviation divides: the batch's or the group's; with "none", nothing divides.
         """
         centered = [centered_rewards(group) for group in groups]
         if self.normalize == "none":
@@ -135,7 +138,7 @@ class ScaleRL:
     def separable(self) -> bool:
         """Whether the loss is a sum of independent token losses, as the decorator `losses.inputs.separable` says.
 
-        The recipe's loss needs the decorator, and so does a subclass's `loss`, which may call the recipe's loss.
+        The recipe's loss has to have the decorator, and so has the method `loss` of a subclass that overrides `loss`.
         """
         method = type(self).loss
         return is_separable(self.loss_name) and (method is ScaleRL.loss or getattr(method, "separable", False))
@@ -162,5 +165,5 @@ def centered_rewards(group: RolloutGroup) -> list[float]:
 
 
 def _divided(values: list[float], spread: float) -> list[float]:
-    """`values` over `spread`. With a spread of 0 every value is 0, and remains 0."""
+    """`values` divided by `spread`. If the spread is 0, every value is 0 and stays 0."""
     return [value / (spread or 1.0) for value in values]

@@ -4,8 +4,8 @@ The controller assigns (`plan_step`). The trainer's rank, which has the tokens, 
 and the completions' bytes (`packing.build`).
 
 Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
-micro-batch, and a missing micro-batch would hang the group. Weights are computed before the assignment, so the
-assignment changes neither loss nor gradient.
+micro-batch, and a missing micro-batch would hang the group. The weights of tokens are computed before the assignment,
+so the assignment changes neither loss nor gradient.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,8 +18,8 @@ ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
 """A function that takes sample numbers and returns the completions of the numbered samples in the same order, as
 bytes (`rollout_bytes`).
 
-The controller calls the function once for each data-parallel rank, when that rank's message is sent. A store of files
-then reads the completions of a single rank at a time and off the event loop.
+The controller calls the function once for each data-parallel rank, when that rank's message is sent. So a store of
+files reads the completions of one rank at a time, in a thread and not on the event loop.
 """
 
 
@@ -55,7 +55,7 @@ class RankPlan:
 
     @property
     def samples(self) -> list[SampleFacts]:
-        """The samples of all micro-batches, in the order in which the completions are sent."""
+        """The samples of all micro-batches, in the order in which `packing.build` gets the completions."""
         return list(chain.from_iterable(self.micro_batches))
 
 
@@ -96,7 +96,7 @@ def plan_step(
     numbers = []
     for rank_bins in bins:
         rows = [tuple(samples[i] for i in members) for members in rank_bins]
-        # Without fillers, the collectives of the next micro-batch would wait for a rank that has no more samples.
+        # Without fillers, collectives of a micro-batch would wait for a rank that has fewer micro-batches.
         fillers = [()] * (count - len(rows))
         plan = RankPlan(step=step, policy_version=policy_version, micro_batches=(*rows, *fillers))
         ranks.append(plan)
@@ -127,8 +127,8 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. The longest samples come first, so that similar lengths
-    share a bin."""
+    """`members`, sorted by the caller, in bins of at most `capacity` tokens: longest first puts similar lengths into
+    one bin."""
     bins: list[list[int]] = []
     free_tokens: list[int] = []
     for index in members:

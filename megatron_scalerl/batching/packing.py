@@ -1,7 +1,7 @@
 """Builds micro-batches: the `Batch` of a data-parallel rank from the `RankPlan` and the completions.
 
-The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, the checks and the benches call `pack`,
-which assigns and builds in one process.
+The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, benchmarks and tests call `pack`, which
+assigns and builds in one process.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, arrays_of
 from megatron_scalerl.types import Batch, Int32, Int64, MicroBatch, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
-"""Field of `MicroBatch` -> value at padding positions; all other fields are padded with 0."""
+"""Field of `MicroBatch` -> value at padding positions; every field that is not listed has 0 there."""
 _COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("position_ids", "cu_seqlens"))
 
 
@@ -85,7 +85,7 @@ def _micro_batch(
     sizes = [len(arrays["tokens"]) for arrays in packed]
     columns_by_key = {key: np.concatenate([arrays[key] for arrays in packed]) for key in packed[0]}
     columns_by_key |= _joined_choices(sizes, completions)
-    # The attention kernels of Transformer Engine take int32.
+    # Transformer Engine's attention kernels take sequence starts as int32.
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **columns_by_key)
     total = sum(sizes)
@@ -122,7 +122,8 @@ def _sequence(
                 f"a completion lacks column {name!r}: the group was stored before the column existed; start a new run"
             )
         column_values[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
-    # Off the mask every column has a neutral value. The target 0 of the last position is never used.
+    # Off the mask every array but `advantages` has a neutral value. The last position predicts nothing: its target is
+    # 0.
     row = {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
@@ -156,8 +157,8 @@ def _joined_choices(
         choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
-            # No layer has processed the last token, so the last position keeps -1, and the router chooses its
-            # experts.
+            # No layer of the engine has processed the last token: the last position keeps -1, and the trainer's
+            # router chooses experts.
             part[: len(numbers)] = numbers[:tokens]
         parts.append(part)
     return {"expert_choices": np.concatenate(parts)}
@@ -218,7 +219,7 @@ def scoring_micro_batches(
         used += len(ids)
     micro_batches = []
     for row in rows:
-        # The first token stands for a prompt, so every later token is scored.
+        # The first token takes the place of the prompt, and all later tokens form the completion: each is scored.
         facts = [
             SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
             for ids in row
@@ -229,7 +230,7 @@ def scoring_micro_batches(
 
 
 def _unsampled(ids: Sequence[int]) -> RolloutArrays:
-    """A completion of all tokens but the first, for scoring: log-probs and versions are 0."""
+    """A completion made of all given tokens but the first, for scoring: log-probs and versions are 0."""
     size = len(ids) - 1
     return RolloutArrays(
         token_ids=np.asarray(ids[1:], np.int64),

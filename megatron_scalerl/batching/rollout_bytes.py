@@ -10,7 +10,7 @@ Little-endian, without padding:
     token ids        [T] u32
     log-probs        [T] f32; f64 if a value is not exactly representable in f32
     expert choices   [P + T - 1, L, K] u8 or u16, if there are any
-    columns          with a flag: number of columns u8; each column's name (length u8, ASCII); then [T] f32 a column
+    columns          if flagged: number of columns u8; each column's name (length u8, ASCII); then [T] f32 a column
 
 A token takes 8 bytes without expert choices; header and runs take 52 bytes in a completion of one version. Both
 directions are exact: `rollout_of(read(write(rollout))) == rollout`.
@@ -40,7 +40,7 @@ _VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutArrays:
-    """The fields of `types.Rollout` as numpy arrays; a view of stored bytes is read-only."""
+    """The fields of `types.Rollout` as numpy arrays. Arrays that are views of stored bytes are read-only."""
 
     token_ids: np.ndarray
     """[T] uint32 ids of the completion's tokens."""
@@ -102,7 +102,8 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 
 def facts_of(arrays: RolloutArrays) -> Completion:
-    """The `Completion` of one rollout, which has at least one token: lengths, versions and sums without tokens."""
+    """The `Completion` of one rollout, which has at least one token: lengths, versions and sums, and not the
+    tokens."""
     # The list has the numbers start, end, start, end ... of the policy's ranges. A range is empty
     # where a sample begins with the environment's history, or ends with the environment's message.
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
@@ -154,14 +155,14 @@ def joined_parts(parts: Sequence[RolloutArrays]) -> RolloutArrays:
 
 
 def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int | None] = ()) -> Completion:
-    """The `Completion` of an episode; first and last version are those of sampled tokens.
+    """The `Completion` of an episode; first and last version are the lowest and highest of sampled tokens.
 
     parts: a single part, or the samples into which the episode forked. prompt_tokens: `types.Part.prompt_tokens` of
     each part; default: all of the prompt.
     """
     episode = joined_parts(parts)
     versions = episode.policy_versions[episode.loss_mask]
-    # Parts may have been sampled side by side, so the first part need not have the lowest version.
+    # Parts may have been sampled at the same time, so the lowest version may be in any part.
     facts = replace(facts_of(episode), first_version=int(versions.min()), last_version=int(versions.max()))
     if len(parts) == 1 and not any(prompt_tokens):
         return facts
@@ -230,7 +231,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         value = np.dtype("<f8")
     sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, environment_ranges * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
-    # The counts are not trusted, so nothing is allocated before counts and received bytes agree.
+    # The counts in the header may be damaged: no array is made before counts and received bytes agree.
     columns = {}
     if flags & _COLUMNS:
         columns = _columns(data, starts[-1], tokens)
@@ -312,7 +313,8 @@ def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
 
 def _forced_ranges(mask: np.ndarray) -> np.ndarray:
     """[F, 2] uint32 ranges in which `mask` [T] is False."""
-    # With a sampled token added at both ends, each range begins with a falling edge and ends with a rising edge.
+    # With a sampled token added at both ends, each range begins where the mask changes to False and ends where it
+    # changes to True.
     edges = np.flatnonzero(np.diff(np.concatenate([[True], mask, [True]]).astype(np.int8)))
     return edges.astype("<u4").reshape(-1, 2)
 

@@ -138,16 +138,16 @@ def rng_state() -> None:
 
 
 LITERAL_FILES = (
-    "pipeline_parallel.schedules",  # 749, 1121, 2292
-    "optimizer.optimizer",  # 690, 698, 702, 1249
-    "optimizer.clip_grads",  # 96, 108, 112, 180, 231
-    "utils",  # 1332
-    "transformer.utils",  # 39, 44
-    "dist_checkpointing.strategies.state_dict_saver",  # 204
-    "dist_checkpointing.exchange_utils",  # 103, 109, 329
+    "pipeline_parallel.schedules",  # lines 749, 1121, 2292
+    "optimizer.optimizer",  # lines 690, 698, 702, 1249
+    "optimizer.clip_grads",  # lines 96, 108, 112, 180, 231
+    "utils",  # line 1332
+    "transformer.utils",  # lines 39, 44
+    "dist_checkpointing.strategies.state_dict_saver",  # line 204
+    "dist_checkpointing.exchange_utils",  # lines 103, 109, 329
 )
-"""Upstream files with device="cuda" literals. These files get a replaced `torch` that maps the literals to the
-CPU."""
+"""Modules of Megatron-Core with device="cuda" literals, on the given lines. Each module gets a replaced `torch` that
+maps the literals to the CPU."""
 
 
 @_patch
@@ -208,8 +208,8 @@ class _Stream:
 
 
 STREAM_FILES = (
-    "transformer.moe.token_dispatcher",  # 469, 922-946: the all-to-all's side stream
-    "distributed.param_and_grad_buffer",  # 632: waits for the gradients of CUDA graphs, of which there are none
+    "transformer.moe.token_dispatcher",  # lines 469, 922-946: the all-to-all's side stream
+    "distributed.param_and_grad_buffer",  # line 632: waits for the gradients of CUDA graphs, of which there are none
 )
 """Upstream files that use CUDA streams unconditionally."""
 

@@ -1,8 +1,8 @@
 """Runs grouped by recipe: an arm is a recipe with its runs, which differ in the seed alone.
 
-A run folder's recipe.yaml holds the settings of the run. A setting that did not exist in the version of the run
-counts with the value that was in effect. Runs of one recipe may differ in `IGNORED_SETTINGS`: the seed, names and
-folders, the files of task and policy, the length of a run, the schedule of validations, limits of time.
+A run folder's recipe.yaml holds the settings of the run. A setting that an older version of the package did not have
+yet counts with the value that this version used. Runs of one recipe may differ in `IGNORED_SETTINGS`: the seed, names
+and folders, the files of task and policy, the length of a run, the schedule of validations, limits of time.
 """
 
 import json
@@ -24,7 +24,7 @@ IGNORED_SETTINGS = (
     *("engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),
 )
-"""Settings and sections that may differ between runs of a recipe, as may keys ending in timeout_s or max_restarts."""
+"""Settings and sections in which runs of one recipe may differ, besides keys ending in timeout_s or max_restarts."""
 SEED_LABEL = "(?:seed|s)?"
 """Pattern of the text before the number of a seed in a run's name, as in `dapo_seed1`."""
 MAX_DIFFERENCES_LENGTH = 200
@@ -42,16 +42,16 @@ class Arm:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if unknown."""
+        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if no recipe is known."""
         return _recipe(self.curves[0])
 
 
 def arms_of(curves: Sequence[Curve]) -> list[Arm]:
     """Group runs into arms, in the order of the first run of each arm; an arm's runs are sorted by seed.
 
-    A run whose arm is known, as in a study, belongs to that arm. If two runs of one recipe share a seed, the runs are
-    divided by the files of task and policy, and then by the text before the seed in the runs' names. A run without a
-    recipe is a separate arm, unless the run's table has a column for the seed.
+    A run with an arm's name (`Curve.arm`), such as a run of a study, belongs to the arm of this name. If two runs of
+    one recipe share a seed, the runs are divided by the files of task and policy, and then by the part of the runs'
+    names before the seed. A run without a recipe is a separate arm, unless the run's table has a column for the seed.
     """
     groups = _split(_split(_split([curves], _key), _start, _has_repeated_seed), _stem, _names_end_with_seed)
     arms = []
@@ -89,12 +89,13 @@ def _has_repeated_seed(group: Sequence[Curve]) -> bool:
 
 
 def _names_end_with_seed(group: Sequence[Curve]) -> bool:
-    """Whether two runs share a seed, and every name ends with the seed, so that the text before names an arm."""
+    """Whether two runs share a seed, and every name is a text and then the seed, so that the text can name an arm."""
     return _has_repeated_seed(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """Text with the settings that differ from the reference's, such as `loss.name: dapo`; empty if unknown."""
+    """The arm's settings that differ from the reference's, such as `loss.name: dapo`; empty if a recipe is
+    unknown."""
     recipe = arm.recipe
     reference_recipe = reference.recipe
     if not recipe or not reference_recipe:
@@ -105,12 +106,12 @@ def differences(arm: Arm, reference: Arm) -> str:
 
 
 def is_ignored_setting(key: str) -> bool:
-    """Whether runs still share a recipe if they differ in this setting, such as `trainer.micro_batch_tokens`."""
+    """Whether runs that differ in this setting count as runs of one recipe; true for `trainer.micro_batch_tokens`."""
     return key.endswith(("timeout_s", "max_restarts")) or _within(key, IGNORED_SETTINGS)
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
-    # the dots make only whole words match: the section `name` does not contain the key `names`
+    # the dots are appended so that the section `name` contains the key `name.x`, and not the key `names`
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
@@ -151,7 +152,7 @@ def _name(group: Sequence[Curve]) -> str:
         return group[0].arm
     label = SEED_LABEL
     if len(group) == 1:
-        # a bare number at the end of a single run's name may not be the seed
+        # a number that ends a single run's name may be something else than the seed, so the word seed is required
         label = "seed"
     stems = {_stem(curve, label) for curve in group}
     if len(stems) > 1:

@@ -1,6 +1,7 @@
 """Backtest: the forecast of the level on which a run ends, made from every shorter prefix of the run.
 
-The level is the mean of the last three points at their mean compute, because a single point may be a bad validation.
+The level is the mean pass rate of the last three points, at the mean compute of the three points: the pass rate of a
+single validation may be far off.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ LAST_POINTS = 3
 
 @record
 class BacktestPoint:
-    """The forecast of the run's last points from one prefix."""
+    """The forecast of the level on which a run ends, made from one prefix of the run."""
 
     compute: float
     """Compute at the end of the prefix, in the run's unit."""
@@ -36,7 +37,7 @@ class BacktestPoint:
 
 @record
 class Backtest:
-    """How the forecast of a run's last points changed as the run went on."""
+    """The forecasts of a run's last points, from prefixes of growing length."""
 
     name: str
     """Name of the run."""
@@ -47,7 +48,7 @@ class Backtest:
     points: tuple[BacktestPoint, ...]
     """One forecast for each prefix, the shortest prefix first."""
     fall: Fall | None = None
-    """The fall of the pass rate after a peak, found in all points of the run; None without a fall."""
+    """The fall of the pass rate after a peak, sought in all points of the run; None without a fall."""
 
     @property
     def settled_from(self) -> float | None:
@@ -88,21 +89,22 @@ def backtest(
     fit_from: float | None = None,
     draws: int = 1000,
 ) -> Backtest:
-    """Fit every prefix of `curve` that ends before the last points, and forecast their mean from each prefix.
+    """From every prefix of `curve` that ends before the last `LAST_POINTS` points, forecast the mean of the last
+    points.
 
     A prefix with fewer than `MIN_POINTS` points in the window is skipped.
     Raises ValueError if the run is too short for any prefix.
     """
     compute = curve.compute
     usable = np.flatnonzero(compute >= (fit_from or 0.0))
-    # the comparison is strict: a prefix must not end at a compute whose pass rate is forecast
+    # the comparison is strict: no compute of the last points, whose mean is forecast, may be in a prefix
     ends = [int(n) for n in usable[MIN_POINTS - 1 : -LAST_POINTS] if compute[n] < compute[-LAST_POINTS]]
     if not ends:
         raise ValueError(
             f"{curve.name}: {len(usable)} points are in the window; a backtest needs {MIN_POINTS + LAST_POINTS}"
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
-    # the mean averages the completions of all last points, so the mean has less noise than one point
+    # the mean is over the completions of all last points, so the interval is computed for this number of completions
     size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:

@@ -13,17 +13,18 @@ FEW_POINTS = 8
 STEEP = 6.0
 """Exponent B above which a warning calls the curve a step."""
 SMALL_DROP = 0.005
-"""Largest drop in pass rate that is ignored."""
+"""Change of the pass rate up to which a rise, a drop or a distance from R_0 is ignored."""
 PLATEAU_GAIN = 0.02
 """Forecast rise of the pass rate above which a warning is given if the run's last points do not rise."""
 TRUNCATION_LIMIT = 0.10
-"""10-15 % truncated completions destabilize training (Khatri et al. 2025, A.15)."""
+"""Share of truncated completions above which a warning is given: 10-15 % make training unstable (Khatri et al. 2025,
+A.15)."""
 EDGE_MASS = 0.10
 """Share of the posterior within 1 % of a bound above which a warning calls the parameter undetermined."""
 
 
 def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
-    """Warnings where the posterior of the robust fit piles up at a bound. fixed: A is held, and so is not checked."""
+    """Warnings for parameters whose posterior piles up at a bound. fixed: the user fixed A, so A is not checked."""
     highest = DEFAULT_BOUNDS.asymptote[1]
     room = highest - posterior.initial
     lower_bound, upper_bound = np.log(DEFAULT_BOUNDS.midpoint)
@@ -75,7 +76,7 @@ def curve_warnings(
 
 
 def highest_level(pass_rate: Array) -> float:
-    """The level that a run has reached: the highest mean of three successive points; the maximum below six points."""
+    """The level that a run has reached: highest mean of 3 successive points; highest point of fewer than 6 points."""
     width = 3 if len(pass_rate) >= 6 else 1
     return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
 
@@ -92,7 +93,7 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
         return None
     mean, _ = posterior.true_pass_rate(np.array([compute[-1], 2.0 * compute[-1]]))
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
-    # the means of two halves are compared, since two single points would be noise
+    # the means of the last points' two halves are compared: the difference of two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
     if rises or gain <= PLATEAU_GAIN:
         return None
@@ -105,7 +106,7 @@ def below_initial(pass_rate: Array, initial: float) -> bool:
 
 
 def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
-    """Warn where more than 10 % of the completions were truncated. truncated: [n] shares, None if unknown."""
+    """Warn if a point has more than 10 % truncated completions. truncated: [n] shares; None: unknown, no warning."""
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
@@ -124,9 +125,9 @@ class Fall:
     compute: float
     """Compute of the peak."""
     peak: float
-    """Pass rate at the peak, smoothed."""
+    """Moving average of the pass rate at the peak."""
     last: float
-    """The last pass rate."""
+    """Pass rate of the last point."""
     tail: float
     """Mean of the pass rates after the peak."""
 
@@ -149,15 +150,15 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
         return None
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     top = int(np.argmax(smooth))
-    # points in the peak's window are left out: otherwise both means would contain these points
+    # points in the peak's window are left out: peak and tail are means that must not share points
     later_rates = pass_rate[top + width :]
     if len(later_rates) < 2:
         return None
-    # second differences of a straight line are 0; of independent noise, the variance is 1 + 4 + 1 times the noise's
+    # second differences of a straight line are 0; of noise with variance v, the variance is (1 + 4 + 1) v
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
     peak = float(smooth[top])
     tail = float(later_rates.mean())
     if peak - tail <= max(2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(later_rates)), SMALL_DROP):
         return None
-    # mode "valid" drops half a window in front: average `top` is centered on point `top + half`
+    # `np.convolve` in mode "valid" begins with the first full window, so average `top` is centered on `top + half`
     return Fall(compute=float(compute[top + half]), peak=peak, last=float(pass_rate[-1]), tail=tail)

@@ -34,12 +34,14 @@ _IDENTITY = re.compile(
     r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
     r"|variant|condition|config"
 )
-"""Pattern of the name of a column that identifies a run. Each value is a run, if the values have a few rows each."""
+"""Pattern of the name of a column that identifies a run: rows with one value are one run, if every value has a few
+rows."""
 _RECORD = re.compile(
     r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
     r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
 )
-"""Pattern of the name of a column that says which quantity a row measures. Only rows with one value are read."""
+"""Pattern of the name of a column that says which quantity a row measures. Only the rows with one value of the column
+are read."""
 _MISSING_CELL = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
 """Pattern of the text of a cell that counts as empty, not as a mistake."""
 Rows = Sequence[tuple[int, Row]]
@@ -63,7 +65,7 @@ class ColumnOptions:
 
 
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
-    """Columns with numbers that may hold the pass rate, best first. Raises ValueError for none."""
+    """Columns with numbers that may hold the pass rate, best first. Raises ValueError if there is no such column."""
     names = [_checked_column(table, options.score, "--score")] if options.score else scores(table.columns)
     if not names:
         axes = _axes(table)
@@ -100,7 +102,7 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
     """The table with one kind of rows alone, such as the rows of validations where a column `split` names the kind.
 
     Rows of validations are preferred. Kinds that follow one another, such as the phases of a run, count as one kind.
-    Raises ValueError if several kinds are equally likely.
+    Raises ValueError if several kinds are equally likely to be the validations of the run.
     """
     for column in table.columns:
         if column in dict(options.series) or not _RECORD.fullmatch(column.lower()):
@@ -158,7 +160,7 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
         raise table_error(
             table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; this column has {', '.join(values)}"
         )
-    # a value that the user gave is the same for all runs, and so names no run
+    # the run's name leaves out columns for which the user gave a value: all runs have this value
     starred = [n for n, choice in enumerate(chosen_values) if choice == "*"] or [len(chosen_values) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
@@ -192,9 +194,9 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
 
 
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
-    """The compute column of the rows that have a score. steps: prefer a step column. Raises ValueError for none."""
+    """The compute column of the rows that have a score. steps: prefer steps. Raises ValueError if none is found."""
     names = _axes(table)
-    # --hours-per-step needs steps, even where the table has a better axis
+    # --hours-per-step multiplies steps, so a column of steps goes before any other axis
     names = (steps and [c for c in names if unit_of(c) == "steps"]) or names
     names = [c for c in names if _grows(_numbers(measured, c))] or names
     if not names:
@@ -203,13 +205,13 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
             table.path, f"no column name looks like a compute; choose one with --compute; {listed}", "row 1"
         )
     alike = [c for c in names if unit_of(c) == unit_of(names[0])]
-    # the column with the most numbers is taken, since a row of verl's step 0 lacks some counters
+    # of columns in one unit, the one with most numbers is taken: verl's row of step 0 lacks some counters
     return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
 
 
 def _grows(values: Sequence[float]) -> bool:
-    """Whether a column has numbers, and a smaller number follows after at most a quarter of the numbers."""
-    # a column of hours per step does not grow and is no axis, though the name says hours
+    """Whether a column has numbers that grow: at most a quarter of the numbers is followed by a smaller number."""
+    # a column with the hours of each step is named like an axis, but is no axis: the numbers do not grow
     return 0 < len(values) >= 4 * sum(value > successor for value, successor in pairwise(values))
 
 

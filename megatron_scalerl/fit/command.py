@@ -32,7 +32,7 @@ from megatron_scalerl.fit.tables import (
     show,
 )
 
-COVERAGE = "in runs of other projects, fitted up to half, 89 % of later points lay inside; up to a third, 82 %"
+COVERAGE = "in runs of other projects, 89 % of the points after a fitted half lay inside, 82 % after a fitted third"
 """Text for `--help` on how often the intervals contain later points."""
 EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
@@ -49,7 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others")
     add("--compute", metavar="COL", help="column with the compute (or the step)")
     add("--score", metavar="COL", help="column with the pass rate; pass_rate/TASK is the pass rate of one task")
-    add("--score-range", metavar="LO,HI", help="scores that mean 0 and 1, such as --score-range=-1,1")
+    add("--score-range", metavar="LO,HI", help="scores that count as 0 and 1, such as --score-range=-1,1")
     add(
         "--series",
         metavar="COL=VALUE",
@@ -58,13 +58,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="read only rows where COL is VALUE; COL=* reads one run for each value; may be repeated",
     )
     add("--hours-per-step", type=float, metavar="H", help="GPU-hours per step, which turn steps into compute")
-    add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
+    add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's pass rate at step 0")
     add("--fit-from", type=float, metavar="C", help="leave points before compute C out of the fit")
     add("--fit-until", type=float, metavar="C", help="leave points after compute C out, and draw them hollow")
-    add("--predict", metavar="C1,C2,...", help="computes at which to forecast; default: 2, 5, 10 times the last")
+    add("--predict", metavar="C1,C2,...", help="forecast at each compute; default: 2, 5, 10 times the last fitted")
     add("--method", choices=METHODS, default="robust", help="default: robust")
-    add("--prompts", type=int, metavar="N", help="prompts in the validation set")
-    add("--generations", type=int, metavar="K", help="generations per prompt")
+    add("--prompts", type=int, metavar="N", help="number of prompts in the validation set")
+    add("--generations", type=int, metavar="K", help="generations per prompt of a validation")
     add("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
     add("--plot", metavar="OUT.png", help="draw a PNG figure, and an SVG figure beside it")
     add("--html", metavar="OUT.html", help="write a report in one self-contained file")
@@ -74,7 +74,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="[RECIPE=]NAME",
         action="append",
         default=[],
-        help="recipe with which all recipes, or RECIPE alone, are compared; default: that of the first run",
+        help="recipe with which all recipes, or RECIPE alone, are compared; default: the first run's recipe",
     )
     add(
         "--across-sizes",
@@ -87,16 +87,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--budget",
         type=float,
         metavar="C",
-        help="further compute for the verdict and for --compare; default: as much as was spent",
+        help="further compute for the verdict and for --compare; default: as much as the run has used",
     )
-    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that justifies the budget; default {WORTH:g}")
+    add("--worth", type=float, metavar="X", default=WORTH, help=f"pass-rate gain worth the budget; default {WORTH:g}")
     add("--target", type=float, metavar="X", help="estimate, and compare, the compute to reach pass rate X")
     add("--backtest", action="store_true", help="forecast the last points from every shorter part of the run")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
-    # both packages are imported here, so that a missing package is reported before the fit
+    """Fit runs, print results, write files. Raises ValueError for invalid input, OSError for an unusable path."""
+    # matplotlib and jinja2 are imported here, so that a missing package is reported before the fit
     if options.plot or options.html:
         import matplotlib  # noqa: F401
     if options.html:
@@ -120,7 +120,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         sizes = _numbers(options.across_sizes, "--across-sizes")
         ladder = ladder_of([run.fit for run in runs], sizes, options.next)
         content["across_sizes"] = asdict(ladder)
-    # JSON has no inf and no nan; `tables` has written null, and allow_nan=False refuses any that are left
+    # JSON has no inf and no nan: `tables` writes null for both, and allow_nan=False raises for a number that `tables`
+    # missed
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
@@ -166,7 +167,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
         score_range=score_range,
     )
     overrides = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
-    # an option that is not given leaves the value of the file
+    # an option that the user does not give is None: the value in the input file stays
     overrides = {key: value for key, value in overrides.items() if value is not None}
     curves = [replace(curve, **overrides) for path in options.inputs for curve in read_curves(path, columns)]
     units = {curve.unit: curve.name for curve in curves}
@@ -179,7 +180,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
-    """Prefix a name that two runs share with the folder's name; number names that are still equal."""
+    """Where runs share a name, prefix the name of each run's folder; number names that are still equal."""
     names = [curve.name for curve in curves]
     for n, name in enumerate(tuple(names)):
         if names.count(name) > 1:
@@ -252,7 +253,7 @@ def _draw(path: Path, runs: Sequence[RunReport], options: argparse.Namespace) ->
     unseen = {}
     computes = [2.0 * float(run.curve.compute.max()) for run in runs]
     for run in runs:
-        # points before --fit-from were not fitted either
+        # drawn hollow: points after --fit-until, and points before --fit-from, which were not fitted either
         unfitted = run.curve.part(~np.isin(run.curve.compute, run.fit.compute))
         unseen[run.fit.name] = (unfitted.compute, unfitted.pass_rate)
         if options.predict:

@@ -7,7 +7,7 @@ Welch's t test, and p values are adjusted for the number of recipes (Holm 1979).
 
 Every arm also has a probability that the arm's level at the budget is the highest, however short or few the runs are.
 The probability comes from Student's t around the mean of several runs. For a single run, draws of the posterior take
-the place of Student's t; the posterior knows nothing of other seeds.
+the place of Student's t; such draws contain no variance between seeds.
 """
 
 import math
@@ -26,7 +26,8 @@ from megatron_scalerl.fit.sigmoid import Array, compute_to_reach, sigmoid
 from megatron_scalerl.record import record
 
 SAME_ASYMPTOTE = 0.02
-"""Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
+"""Two asymptotes within this margin count as the same: the paper's margin, from three independent runs (Khatri et al.
+2025, A.5)."""
 SAME_COMPUTE = math.log(1.25)
 """Largest log ratio of two recipes' computes to one pass rate at which the recipes count as equally efficient."""
 SHARE_OF_GAIN = 0.8
@@ -36,9 +37,10 @@ ERROR = 0.05
 UNKNOWN_VARIANCE = 1e6
 """Variance that stands for infinity, for a compute to a pass rate that many posterior draws never reach."""
 LEAST_VARIANCE = 1e-12
-"""Lower bound of a run's variance, for the case that all runs, and all draws of the fits, are equal."""
+"""Lower bound of a run's variance, needed where all runs, and all draws of the fits, are equal."""
 LARGEST_LOG = 100.0
-"""Logarithm above which the end of an interval counts as infinite. `UNKNOWN_VARIANCE` leads to such ends."""
+"""Logarithm above which the end of an interval counts as infinite. A variance of `UNKNOWN_VARIANCE` leads to such an
+end."""
 SENTENCES = {
     "once": "Not decided, as the recipe or its reference has one run: {}. Two seeds are needed; 3 are better.",
     "ceiling": "The ceiling differs from the reference's: {}.",
@@ -54,7 +56,8 @@ Fits = tuple[FitResult, ...]
 
 @record
 class Difference(Estimate):
-    """A recipe's mean minus the reference's mean, with a 90 % interval by Welch's t; nan if either has one run."""
+    """A recipe's mean minus the reference's mean, with a 90 % interval by Welch's t; nan if the recipe or the
+    reference has one run."""
 
     p: float
     """Two-sided p value of Welch's t test, adjusted for the number of comparisons; 1 if the recipe or the reference
@@ -84,10 +87,10 @@ class Mean:
     squared_error: float
     """Variance of the mean; nan for one run."""
     freedom: int
-    """Degrees of freedom of `squared_error`."""
+    """Degrees of freedom with which `squared_error` is estimated."""
 
     def minus(self, reference: "Mean") -> Difference:
-        """The difference from the reference's mean; p is not adjusted for further comparisons (Welch 1947)."""
+        """This mean minus the reference's mean (Welch 1947); p is not adjusted for the number of comparisons."""
         from scipy.special import stdtr
 
         value = self.value - reference.value
@@ -118,7 +121,7 @@ def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
 
 
 def spread(recipes: Sequence[Sequence[float]]) -> float:
-    """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
+    """Standard deviation between runs of one recipe, pooled over all recipes; nan if no recipe was run twice."""
     freedom = sum(len(values) - 1 for values in recipes)
     # `np.var` divides by n, so n * `np.var` is the sum of squares
     squares = sum(len(values) * float(np.var(values)) for values in recipes)
@@ -130,7 +133,7 @@ def adjusted_differences(differences: Mapping[int, Difference]) -> dict[int, Dif
     out = {}
     highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
-        # Holm: the maximum keeps a larger p from being adjusted below a smaller one
+        # Holm: an adjusted p is raised to the previous adjusted p, so that the order of the p values stays
         highest = max(highest, min(1.0, (len(differences) - rank) * difference.p))
         out[key] = replace(difference, p=highest)
     return out
@@ -169,7 +172,7 @@ class Quantity:
         return Estimate(**{key: self.back(_interval_end(end)) for key, end in interval.items()})
 
     def draws(self, fits: Fits, rng: np.random.Generator) -> Array:
-        """[draws] random draws of the mean over the runs, independent of the draws of other arms."""
+        """[draws] random draws of the mean over the runs, independent of the draws of any other arm."""
         mean = self.mean(fits)
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
@@ -182,7 +185,8 @@ class Quantity:
             return np.asarray(self.scaled(values), dtype=float)
 
     def _variance(self, fit: FitResult) -> float:
-        """Posterior variance of the number, from quantiles because draws of a compute have a heavy tail."""
+        """Posterior variance of a run's number, computed from quantiles, because draws of a compute have a heavy
+        tail."""
         draws = self._scaled(self.formula(fit.posterior.parameters))
         lower, upper = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
         variance = ((upper - lower) / 2) ** 2
@@ -205,7 +209,7 @@ def level_at(compute: float) -> Quantity:
 
 
 def _interval_end(end: float) -> float:
-    """The end of an interval of a logarithm; infinite beyond `LARGEST_LOG`."""
+    """`end`, the end of an interval of a logarithm; infinite, with the sign of `end`, beyond `LARGEST_LOG`."""
     return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
 
 
@@ -224,7 +228,7 @@ class ComparedArm:
     seeds: tuple[int | None, ...]
     """[runs] seeds of `fits`; None where unknown."""
     asymptote: Estimate
-    """Mean A. From here to `level`, intervals are over seeds; for a single run, the interval of the fit is given."""
+    """Mean A. The intervals of `asymptote` to `level` are over seeds; for a single run, intervals of the fit."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
@@ -458,7 +462,7 @@ def conclusions(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
-    """(a key of `SENTENCES`; the arm's name with the difference found)."""
+    """(key of `SENTENCES` for the arm; the arm's name with the difference that was found)."""
     ceiling = arm.ceiling
     efficiency = arm.efficiency
     gap = arm.gap

@@ -18,7 +18,7 @@ class Curve:
     """The validation points of one run, checked, sorted by compute."""
 
     name: str
-    """Name of the run: of the folder or file, or the value of --series."""
+    """Name of the run: the name of the folder or file, or the value of --series."""
     source: Path
     """Path of the input."""
     compute: Array = field(repr=False)
@@ -44,7 +44,7 @@ class Curve:
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
     read: str = ""
-    """One line on the input: name, layout, columns, points; "" for points in memory."""
+    """One line on the input: name, layout, columns, points; "" for points that were not read from a file."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
     """Key path -> value in the run folder's recipe.yaml; None without the file."""
     seed: int | None = None

@@ -18,14 +18,15 @@ LIKELY = 0.8
 UNLIKELY = 0.2
 """Probability of a sufficient gain at or below which the verdict is "stop"."""
 LASTING = 1.0 / 3.0
-"""Share of the fitted compute after which a lasting fall means "stop". A shorter fall may be a dip that recovers."""
+"""A fall that has lasted for at least this share of the fitted compute means "stop"; a shorter fall may recover."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
 
 @record
 class Estimate:
-    """A number with a 90 % interval; inf for the compute to a pass rate that is never reached."""
+    """A number with a 90 % interval; value, lo and hi may be inf, for the compute to a pass rate that is never
+    reached."""
 
     value: float
     """The point estimate."""
@@ -37,7 +38,7 @@ class Estimate:
 
 @record
 class Decision:
-    """The gain that a run is expected to make, and the verdict."""
+    """The gain that a run is expected to make, and the verdict whether to continue the run."""
 
     verdict: Verdict
     """"go on", "stop" or "too early to say"."""
@@ -108,7 +109,7 @@ def gain_draws(fit: FitResult, start: float, end: float) -> Array:
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
     """The 90 % interval of draws [n], which may be inf, around `value`; default: the median of the draws."""
-    # the method is "nearest", since the mean of a number and inf would be inf
+    # method "nearest" takes one of the draws; interpolation between a finite draw and inf would give inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     if value is None:
         value = float(median)
@@ -116,7 +117,7 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
-    # both checks come first: no sigmoid falls, so the forecast gain says nothing about a run that falls
+    # runs below R_0 and falling runs are checked first: a sigmoid only rises, so the forecast gain does not hold
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fit.fall is not None:

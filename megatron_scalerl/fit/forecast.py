@@ -81,7 +81,7 @@ def fit(
 
 
 def _column(name: str, column: ArrayLike | None, n: int) -> Array | None:
-    """[n] values of a column, given as [n] or as one number. Raises ValueError for another shape."""
+    """[n] values of a column, given as [n] or as one number. Raises ValueError for any other shape."""
     if column is None:
         return None
     values = np.asarray(column, dtype=float)
@@ -105,7 +105,7 @@ def fit_curve(
 
     method:      "robust" (posterior over weak unit-free priors, correlated residuals) or "paper" (A.5).
     seed, draws: seed and number of the posterior's draws; the same data and seed give the same bits.
-    fit_from, fit_until: window of compute. Default of fit_from for "paper": 1.5k, if four points lie beyond.
+    fit_from, fit_until: window of compute. Default of fit_from for "paper": 1500, if four points lie beyond.
     fixed_asymptote: A is held at this value in (R_0, 1].
     prior:       prior distribution of the robust method.
     Raises ValueError, one line with the name of the file, for points that cannot be fitted.
@@ -156,7 +156,7 @@ def _fit(
         parameters["initial"] = initial
         bounds = Bounds(
             asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
-            # the range of the exponents that `fit_paper` tabulates
+            # `fit_paper` tabulates exponents in this range
             exponent=(0.1, 20.0),
             midpoint=(midpoint_range[0] / observations.scale, midpoint_range[1] / observations.scale),
         )
@@ -174,7 +174,7 @@ def _fit(
     intervals = _intervals(posterior, parameters)
     reached = checks.highest_level(y)
     lower, upper = intervals["asymptote"]
-    if lower < upper < reached and checks.falling_tail(c, y) is None:  # A is not held
+    if lower < upper < reached and checks.falling_tail(c, y) is None:  # lower equals upper if A is fixed
         intervals["asymptote"] = (lower, reached)
         notes.append(f"the sigmoid does not describe this run: A lies below the measured {reached:.3f}")
     notes += checks.curve_warnings(
@@ -214,7 +214,7 @@ def _window(
         if np.count_nonzero(later) >= 4:
             return later, []
         notes.append(
-            f"fewer than 4 points lie beyond {FIT_FROM:g}, so earlier points, unlike in the paper, were fitted"
+            f"fewer than 4 points lie beyond compute {FIT_FROM:g}: unlike in the paper, earlier points were fitted"
         )
     return in_window, notes
 
@@ -237,7 +237,7 @@ def _central_parameters(posterior: Posterior) -> dict[str, float]:
 def _intervals(posterior: Posterior, parameters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     out = {}
     for key in PARAMETERS[:-1]:
-        # the grid's best cell, and means of B and C_mid near the median A, may lie outside the quantiles
+        # widened to the fitted values: the grid's best cell, or the mean B and C_mid, may lie outside the quantiles
         lo, hi = np.quantile(posterior.parameters[key], [TAIL, 1.0 - TAIL])
         out[key] = (float(min(lo, parameters[key])), float(max(hi, parameters[key])))
     return out

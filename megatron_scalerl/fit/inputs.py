@@ -1,7 +1,7 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder with validation.jsonl, or a file of another tool. A file is read into tables, a table is
-split into runs, and of each run the rows of validations and the columns of score and compute are chosen. Invalid
+An input is a run folder with validation.jsonl, or a file of another tool. A file is read into tables, and a table is
+split into runs. For each run, `columns` chooses the rows of validations and the columns of score and compute. Invalid
 data is refused in one line with file and row. `Curve.read` describes the input in one line, and `Curve.notes` holds
 corrections.
 """
@@ -65,7 +65,9 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
-        raise table_error(path, "the run has no validation.jsonl, as its first validation has not ended")
+        raise table_error(
+            path, "the run has no validation.jsonl, as its first validation has not ended; fit it later"
+        )
     curves = []
     problems = []
     for table in read_tables(path):
@@ -105,7 +107,7 @@ def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curv
 
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     [table] = read_tables(path / "validation.jsonl")
-    # a resumed run may validate a step again: the last row of a step counts
+    # a resumed run may repeat the validation of a step: the last row of a step counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
@@ -143,9 +145,9 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key path, value before, value now) of each difference between two recipes, by key.
+    """(key path, value before, value now) of each difference between two recipes, sorted by key.
 
-    Where one recipe lacks a section, each key of the section differs. Two spellings of one path are equal.
+    Where one recipe lacks a section, each key of the section differs. Two spellings of one file's path are equal.
     """
     old = flattened(before)
     new = flattened(now)
@@ -172,7 +174,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     starts = [point for point in measured if point.compute == 0 or plain_value(point.row[1].get("step")) == 0]
     points, notes = _ordered_points([point for point in measured if point not in starts], compute)
     if not points:
-        raise table_error(table.path, f"no row has {compute} > 0")
+        raise table_error(table.path, f"no row has {compute} > 0; a fit needs points after the start")
     for column in identity_columns(table, 1):
         different = f"{len(groups_of(table.rows, [column]))} different {column}"
         notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
@@ -214,7 +216,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
 
 
 def _further(table: TableFile, columns: list[str]) -> list[str]:
-    """Texts on the further columns that --score could name."""
+    """Texts on the columns that may hold a score and were not chosen; the user may choose one with --score."""
     texts = []
     short = [column for column in columns if is_short(table, column)]
     if short:
@@ -226,7 +228,7 @@ def _further(table: TableFile, columns: list[str]) -> list[str]:
 
 
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
-    """(points, texts on skipped rows and converted values). compute, score: the columns, which a point's row has."""
+    """(points, texts on skipped rows and converted values). compute, score: columns of a point's numbers."""
     points = []
     for row in table.rows:
         x = _number(table, row, compute)
@@ -235,7 +237,7 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
             continue
         problem = ""
         if x < 0:
-            problem = f"{x:g} is below 0"
+            problem = f"{x:g} is below 0; choose another --compute"
         elif is_time_of_day(compute, x):
             problem = CLOCK
         if problem:
@@ -274,7 +276,7 @@ def _rounded_rate(pass_rate: float) -> float:
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
-    """Whether the values are percent: a cell ends with %, or the column's name says so and a value exceeds 1."""
+    """Whether the values are percent: a cell ends with %, or the column's name says percent and a value exceeds 1."""
     if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
@@ -309,17 +311,18 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
 
 
 def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
-    """The points that are left after points that a resumed run has replaced are removed.
+    """The points, without any point that a resumed run has replaced.
 
-    The points of the earlier attempt beyond the resume are left out once the resumed run has a later point. If a
-    point goes back to a compute that no earlier point has, the points are just unsorted, and all are returned.
+    Points of the earlier attempt after the checkpoint of the resume are left out once the resumed run has a later
+    point. If a point goes back to a compute that no earlier point has, the run was not resumed: the points are
+    unsorted, and all are returned.
     """
     lineage: list[_Point] = []
     for point, successor in zip(points, [*points[1:], None]):
         if lineage and point.compute < lineage[-1].compute:
             if point.compute not in {earlier.compute for earlier in lineage}:
                 return points
-            # without a later point, the resumed run may have validated only the checkpoint, and replaces no point
+            # a resumed run that has no later point may have validated the checkpoint alone, and has replaced no point
             if successor and successor.compute > point.compute:
                 lineage = [earlier for earlier in lineage if earlier.compute < point.compute]
         lineage.append(point)
@@ -341,7 +344,8 @@ def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | 
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
-    """The number of validation prompts, or None. Raises ValueError if the number differs between points."""
+    """The number of validation prompts; None if not recorded. Raises ValueError if the number differs between
+    points."""
     values = _values(table, points, key, SIZE)
     if values is None:
         return None
@@ -354,7 +358,7 @@ def _values(
 ) -> Array | None:
     """[n] numbers of a column, NaN for an empty cell; None if all cells are empty.
 
-    complete: whether to return None also if any cell is empty.
+    complete: return None even if a single cell is empty.
     """
     numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)

@@ -1,9 +1,9 @@
 """The observation model of a run's points: measured pass rates, the noise of a measurement, and R_0.
 
-The noise of a measured pass rate is the noise of the completions, given the prompts. Every validation asks the same
-prompts, so the variance between prompts is no noise of the curve. The remaining variance is the mean over prompts of
-one completion's variance (`within_variance`), over prompts x generations. This variance is measured where a prompt
-has several generations; its share of p (1 - p) is taken to be equal for all points of a run.
+The noise of a measured pass rate comes from the sampling of completions alone: every validation has the same prompts,
+so the variance between prompts is no noise of the curve. The variance of a pass rate is the mean over prompts of one
+completion's variance (`within_variance`), divided by the number of completions. `within_variance` is measured where a
+prompt has several generations; its share of p (1 - p) is taken to be equal for all points of a run.
 """
 
 import math
@@ -24,11 +24,12 @@ LEAST_BINOMIAL = 0.001
 NEIGHBORS = 5
 """Number of points of the moving average of the pass rate from which the noise is computed."""
 HIGHEST_VARIANCE = 0.5
-"""Highest sample variance of one completion, which one right and one wrong completion have."""
+"""Highest sample variance of one completion: the variance of one right and one wrong completion."""
 MOST_COMPLETIONS = 1e9
 """Largest number of completions of a validation. With more, the noise would vanish in rounding errors."""
 MOST_POINTS = 128
-"""Largest number of points of a fit, which takes memory ~ n^2 and time ~ n^3. More points are averaged."""
+"""Largest number of points of a fit, which takes memory ~ n^2 and time ~ n^3. A run with more points is reduced to
+averages of neighbors."""
 NOISY = 0.01
 """Noise of the points (standard deviation, in pass rate) above which a given R_0 is taken to have the same noise.
 
@@ -65,7 +66,7 @@ def validation_noise(curve: Curve) -> ValidationNoise | None:
     if curve.prompts is None or curve.generations is None:
         return None
     first = float(curve.initial_generations or np.median(curve.generations))
-    # numpy converts None to nan
+    # None, for a run without measured variances, becomes nan
     within = np.broadcast_to(np.asarray(curve.within_variance, dtype=float), len(curve.pass_rate))
     values = np.array([*within, curve.initial_within_variance], dtype=float)
     rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
@@ -131,7 +132,7 @@ def pooled_points(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Arr
     log_c = np.log(c)
     ranks = np.arange(len(c)) / len(c)
     levels = (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
-    # ranks and levels both ascend, so the mean of both ascends: a bin holds neighbors alone
+    # a bin is the mean of rank and level, which both ascend: so each bin holds points that are neighbors
     bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     total = np.add.reduceat(weights, starts)
@@ -202,7 +203,7 @@ def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
 
 
 def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
-    """The observation model of a run's points under `prior`; many points are pooled.
+    """The observation model of a run's points under `prior`; more than `MOST_POINTS` points are pooled.
 
     highest: largest A that the fit allows; only values of R_0 below this A are averaged over.
     Raises ValueError for sizes or variances out of range, and if no R_0 is below `highest`.

@@ -48,10 +48,10 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @record
 class Outlook:
-    """The forecast of the run's last validation, made after one of its validations."""
+    """The forecast of the run's last validation, made after an earlier validation."""
 
     step: int
-    """Optimizer steps at the time of the forecast."""
+    """Optimizer steps that the run had made at the time of the forecast."""
     end_step: int
     """Steps of the whole run."""
     pass_rate: float
@@ -59,7 +59,7 @@ class Outlook:
     lo: float
     """Lower end of the 90 % interval of a measurement with the validation size so far."""
     hi: float
-    """Upper end of the 90 % interval."""
+    """Upper end of the 90 % interval of the measurement."""
     verdict: Verdict
     """Whether the rest of the run is worth its compute."""
     unconfirmed: str = ""
@@ -113,7 +113,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
     if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
     last = used[-1]
-    # curve_of_rows may join rows of one compute, so the points are counted again
+    # `curve_of_rows` may merge rows of one compute into a point, so the points are counted after the rows
     curve = curve_of_rows([latest[0], *used], name="run")
     if len(curve.compute) < MIN_POINTS:
         return None
@@ -143,9 +143,9 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
 def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
     """The forecast from `rows` for the end of a run of `steps`.
 
-    fit_from_steps: rows before this step are left out of the fit. The compute at the end is extrapolated from the
+    fit_from_steps: rows of earlier steps are left out of the fit. The compute at the end is extrapolated from the
     last row in proportion to the steps. None at the end of the run, and where `run_fit` returns None.
-    Raises ValueError for a row as `checked_row` does.
+    Raises ValueError for a row that `checked_row` refuses.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
     if fitted is None:

@@ -6,8 +6,8 @@ the triple with the smallest sum of squares is kept. Departures from the paper:
 * `curve_fit` runs only for the (A, C_mid) with the lowest sums of squares over a table of exponents B. This does not
   change the result.
 * The C_mid grid is refined once around the best value. This does not change the result.
-* The printed grid (100 values on 100..40000) cannot produce the published C_mid. Those lie on
-  `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are tried and the better one is kept.
+* The printed grid (100 values on 100..40000) cannot produce the published C_mid. The published values lie on
+  `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both grids are tried and the better fit is kept.
 """
 
 import warnings
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_scalerl.fit.sigmoid import Array, gain_share
 
 FIT_FROM = 1500.0
-"""GPU-hours before which the authors exclude points: the first epoch rises almost linearly."""
+"""Compute (GPU-hours) below which the paper's authors leave points out: the first epoch rises almost linearly."""
 ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
 """The grid over A."""
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
@@ -40,17 +40,17 @@ def fit_paper(
     Returns (asymptote, exponent and midpoint of the best cell, the lowest and highest C_mid that was tried).
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
-    # a range from 1.5k to 400k is taken for GPU-hours, in which the grids are published
+    # a run whose last compute is between 1.5k and 400k is taken to be in GPU-hours, the unit of the paper's grids
     scale = 1.0
     if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         scale = compute.max() / MIDPOINT_REFERENCE
-    # both whole grids are tried: the spacing differs, and each published C_mid lies on one of the two grids
+    # all values of both grids are tried: each published C_mid lies on one of the two grids
     grids = [grid * scale for grid in MIDPOINTS]
     cells = [best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids]
     coarse = min(cells, key=itemgetter(0))
     lowest = float(grids[0][0])
     highest = float(grids[-1][-1])
-    # 4000 is on both grids: the wider spacing reaches the neighbors on either side
+    # 4000 is on both grids, with different spacings: the wider spacing reaches the neighbors on both grids
     step = max(grid[1] - grid[0] for grid in grids if grid[0] <= coarse[2] <= grid[-1])
     fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), lowest, highest))
     refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
@@ -76,10 +76,10 @@ def best_cell(
             warnings.simplefilter("ignore", OptimizeWarning)
             try:
                 (exponent,), _ = curve_fit(model, compute, pass_rate, p0=[1.0])
-            except RuntimeError:  # the fit of this cell does not converge
+            except RuntimeError:  # `curve_fit` has not converged: this (A, C_mid) is skipped
                 continue
         misfit = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
-        # `curve_fit` has no bounds here; a negative B is a curve that falls from A to R_0
+        # `curve_fit` runs without bounds; a negative B, for which the curve falls from A to R_0, is refused
         if misfit < best[0] and exponent > 0:
             best = (misfit, float(asymptotes[i]), float(midpoints[j]), float(exponent))
     return best
@@ -90,6 +90,6 @@ def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, 
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]
-    # |rise - gain share|^2 multiplied out, so that no array has an axis for points, A, C_mid and B at once
+    # the square |rise - gain share|^2 is multiplied out, so that no array needs all four axes points, A, C_mid and B
     squares = rise @ rise - 2.0 * (share @ rise) * gain + (share**2).sum(axis=-1) * gain**2
     return squares.min(axis=2)

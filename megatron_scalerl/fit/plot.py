@@ -30,7 +30,7 @@ SOLID_AND_DASHED = (
     "Solid: the fitted sigmoid. Dashed: the forecast, which starts at the run's present level and is the median of "
     "all sigmoids that agree with the points."
 )
-"""The note that explains the two lines of each run in a figure."""
+"""The note that explains the solid and the dashed line of each run in a figure."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
 """Points as (compute [n], pass rate [n])."""
 
@@ -49,7 +49,7 @@ def plot_forecast(
     unseen: by run name, points that were not fitted; drawn hollow.
     until:  compute up to which the curves are drawn; default: twice the largest fitted compute.
     target: a pass rate to mark with a horizontal line.
-    Raises ValueError for another suffix, OSError if the file cannot be written.
+    Raises ValueError for any suffix but .png and .svg, OSError if the file cannot be written.
     """
     if isinstance(fits, FitResult):
         fits = [fits]
@@ -67,7 +67,7 @@ def plot_forecast(
     axes.set_ylabel("validation pass rate")
     title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
-    # the legend stands below the axes, where no point is covered; its title is the note on lines
+    # the legend stands below the axes, where no point is covered; its title explains solid and dashed lines
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -104,12 +104,12 @@ def new_figure() -> tuple["Figure", "Axes"]:
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
-    """Write `figure` as PNG or SVG, by the suffix. Raises ValueError for another suffix."""
+    """Write `figure` as PNG or SVG, by the suffix of `path`. Raises ValueError for any suffix but .png and .svg."""
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # without a date, equal figures have equal bytes; PNG has no such key
+    # an SVG without a date has equal bytes for equal figures; the metadata of a PNG has no date
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
@@ -153,7 +153,7 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
 
 
 def _smooth(edge: Sequence[float]) -> Array:
-    """Moving average over five values, which reduces the sampling noise of the interval's ends."""
+    """Moving average over five values, to reduce the noise that random draws leave in the ends of intervals."""
     return np.convolve(np.pad(edge, 2, mode="edge"), np.full(5, 0.2), mode="valid").astype(float)
 
 

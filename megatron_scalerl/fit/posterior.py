@@ -29,7 +29,7 @@ ASYMPTOTE_NODES = 17
 REACH = 5.0
 """Half of the range of A's nodes, in conditional standard deviations of A."""
 NEGLIGIBLE = 1e-5
-"""Share of the marginal mass below which a node is left out of the next grid."""
+"""Share of the marginal mass below which a node of a coarse grid is left out of the grid that follows."""
 
 
 @record
@@ -76,14 +76,14 @@ class Posterior:
         obs = self.observations
         log_compute = self._log(compute)
         mean = self.curves(compute)
-        # `scale` is the last fitted compute: `reached` stays flat beyond `scale`
+        # `reached` stays at the sigmoid's value at `scale`, the last fitted compute, for any later compute
         reached = self.curves(np.minimum(compute, obs.scale))
         variance = np.zeros_like(mean)
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
             if hypothesis.level > 0.0:
-                # the run has left its sigmoid, so the sigmoid's further gain is not added
+                # this hypothesis: the run has left its sigmoid, so no gain of the sigmoid after `scale` is added
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
@@ -122,7 +122,7 @@ def sample(
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    bounds: range of each parameter; A is held if the bounds of A are equal. draws: number of draws.
+    bounds: range of each parameter; A is fixed if the bounds of A are equal. draws: number of draws.
     """
     lowest, highest = bounds.asymptote
     grid = _refined_grid(observations, prior, bounds)
@@ -202,7 +202,7 @@ class _Grid:
 
 
 def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
-    # the end nodes lie on the box's edges: draws from the outer half of an end cell move to the edge
+    # the first and the last node lie on the edges of the box: draws beyond an edge are moved to the edge
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
@@ -215,7 +215,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
-        # a pass that shortens every axis by less than 30 % refines the grid too little to be worth another pass
+        # a pass that shortens every axis by less than 30 % is the last
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -225,7 +225,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     indices = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
-    # the mass may end anywhere between the last node with mass and its neighbor
+    # the margin is one step: the mass may end anywhere between the last node with mass and the next node
     margin = nodes[1] - nodes[0]
     return np.array([max(nodes[indices[0]] - margin, limit[0]), min(nodes[indices[-1]] + margin, limit[1])])
 
@@ -252,7 +252,8 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             cross = (shares @ rise).reshape(cells)
             best, width = _conditional_gain(rise @ rise, cross, square, obs)
             gain, step[r, h] = _gain_nodes(best, width, initial, bounds)
-            # |rise - gain share|^2 multiplied out: no array has an axis for points and nodes of A at once
+            # the square |rise - gain share|^2 is multiplied out, so that no array has both axes, points and nodes of
+            # A
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             # Student's t: the inverse-gamma variance is integrated out; rounding may push a misfit below 0
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
@@ -262,7 +263,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
-    # only ratios of masses count; without the shift, narrow noise and many points would overflow
+    # only ratios of masses count, so the maximum is subtracted: narrow noise and many points would overflow
     mass = np.exp(log_mass - log_mass.max())
     return _Grid(log_b=log_b, log_m=log_m, mass=mass, offset=offset, step=step)
 
@@ -276,7 +277,7 @@ def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float
 
 def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
     """(mean, standard deviation) of the gain A - R_0, whose misfit is total - 2 cross gain + square gain^2."""
-    # if C_mid lies far beyond the points, all shares and `square` vanish: the bound prevents 0 / 0
+    # if C_mid lies far beyond the points, all shares and `square` vanish: the lower bound of `square` prevents 0 / 0
     square = np.maximum(square, 1e-12)
     best = cross / square
     misfit = np.maximum(total - cross * best, 0.0)
@@ -288,7 +289,7 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
     """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] distance of two nodes)."""
     lowest, highest = (end - initial for end in bounds.asymptote)
     if lowest == highest:
-        # A is held: one node, whose step of 1 adds log 1 = 0 to the node's weight
+        # a fixed A has one node, whose step of 1 adds log 1 = 0 to the node's weight
         return np.full((*best.shape, 1), lowest), np.ones_like(best)
     lowest = max(lowest, 0.0)
     # where the cell's mean lies far outside the bounds, the step would be 0 and its logarithm -inf
@@ -318,7 +319,7 @@ def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     log_share = np.log(inside)
     log_remainder = np.log1p(-inside)
-    # the sum over kinds is a log-sum-exp
+    # the logarithm of the sum over kinds, as log-sum-exp
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):

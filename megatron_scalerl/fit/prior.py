@@ -57,12 +57,12 @@ class Prior:
     """Prior distribution of one run's sigmoid: a mixture of kinds of runs, without any unit of compute."""
 
     kinds: tuple[Kind, ...]
-    """The kinds of runs, averaged by their posterior weights."""
+    """The kinds of runs, averaged by the posterior weight of each."""
     freedom: float = 4.0
     """Degrees of freedom of the Student's t distributions of log B and log C_mid."""
     noise_shape: float = 2.0
     """Shape of the inverse-gamma prior of the noise variance: as weak as four points, so that the run's own residuals
-    decide. The same few prompts, decoded greedily, differ less than independent samples."""
+    decide. Greedy decoding of the same few prompts, for example, varies less than independent samples do."""
     noise_share: float = 0.4
     """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured."""
     unknown_noise: float = 0.005
@@ -70,7 +70,7 @@ class Prior:
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior for an unknown validation size."""
     discrepancies: tuple[Discrepancy, ...]
-    """The hypotheses on the discrepancy, averaged by their posterior weights."""
+    """The hypotheses on the discrepancy, averaged by the posterior weight of each."""
 
 
 @record
@@ -96,15 +96,16 @@ DISCREPANCIES = (
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.67),
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.83),
 )
-"""The hypotheses: no discrepancy, two drifts, two runs that have left their sigmoid, and turns in the last third.
+"""The hypotheses: no discrepancy, a weak and a strong random walk, a run that has left the sigmoid (two strengths),
+and two changes of slope in the last third.
 
-The back-test (docs/forecast_method.md) chose the numbers, which are not learned."""
+The numbers were chosen by the back-test (docs/forecast_method.md), not by tools/forecast/learning.py."""
 
 
 def kind(
     weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
-    """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
+    """A kind of runs. exponent, midpoint: (center, scale) of log B and of log C_mid; gain: Beta parameters."""
     numbers = (weight, *exponent, *midpoint, *gain)
     return Kind(**dict(zip(Kind.__dataclass_fields__, numbers)))
 
@@ -115,9 +116,9 @@ DEFAULT_PRIOR = Prior(
         kind(0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
         # runs with a ceiling close to 1
         kind(0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
-        # runs without a gain
+        # runs that gain nothing
         kind(0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
-        # any other run
+        # any run that is of none of the three kinds above
         kind(0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
@@ -126,7 +127,7 @@ DEFAULT_PRIOR = Prior(
 
 
 FLAT_PRIOR = Prior(
-    # a single wide kind contains no knowledge of real runs
+    # one kind that is almost flat, so that the prior contains no knowledge of real runs
     kinds=(kind(1.0, (0.6, 1e3), (0.0, 1e3), (1.0, 1.0)),),
     discrepancies=(Discrepancy(weight=1.0),),
     # a shape of 1/2 has the weight of one point: the residuals set the noise

@@ -77,7 +77,8 @@ class FitResult:
         return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
-        """Pass rate of the fitted sigmoid, without the run's present deviation; in the shape of `compute`.
+        """Pass rate of the fitted sigmoid, without the deviation of the run from the sigmoid; in the shape of
+        `compute`.
 
         Raises ValueError for compute <= 0.
         """
@@ -94,7 +95,9 @@ class FitResult:
         """
         computes = np.asarray(compute, dtype=float).reshape(-1)
         if not np.all(np.isfinite(computes) & (computes > 0)):
-            raise ValueError(f"predict: every compute has to be finite and above 0, unlike in {computes.tolist()}")
+            raise ValueError(
+                f"predict: every compute has to be finite and above 0, but the computes are {computes.tolist()}"
+            )
         sizes = None
         if completions is not None:
             if self.posterior.observations.completions is None:
@@ -110,7 +113,7 @@ class FitResult:
         if self.method == "paper":
             center = self.curve(computes)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
-        # the center of "paper" is the grid's best cell, which can lie outside of the draws' quantiles
+        # intervals are widened to contain the center: for "paper", the grid's best cell and no quantile of draws
         columns = (computes, center, np.minimum(lo, center), np.maximum(hi, center))
         keys = ("compute", "pass_rate", "lo", "hi")
         return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]
@@ -124,7 +127,7 @@ class FitResult:
     ) -> ForecastEvaluation:
         """Compare the forecast with measured points [n]; completions: see `predict`.
 
-        Raises ValueError as `predict`, and if `pass_rate` is not n numbers in [0, 1].
+        Raises ValueError where `predict` does, and if `pass_rate` is not n numbers in [0, 1].
         """
         measured = np.asarray(pass_rate, dtype=float).reshape(-1)
         predictions = tuple(self.predict(compute, completions=completions))
@@ -154,7 +157,7 @@ class ForecastEvaluation:
 
     @property
     def covered(self) -> Array:
-        """[n] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
+        """[n] 1.0 where the measured point lies inside the 90 % interval of the forecast, else 0.0."""
         return np.array([float(p.lo <= y <= p.hi) for p, y in zip(self.predictions, self.measured)])
 
     def summary(self) -> str:

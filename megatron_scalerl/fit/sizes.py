@@ -2,11 +2,11 @@
 
 The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N. The logarithm of
 this share is a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size
-and follows the slope. The slope is shrunk toward 0; at 0, the forecast of the next size is the level of the largest.
-A line is refused if the level of the largest other size forecasts a left-out size better. The unit of N does not
-matter.
+and follows the slope. The slope is shrunk toward 0; with a slope of 0, the forecast of a larger size is the level of
+the largest given size. A line is refused if the level of the largest other size forecasts a left-out size better. The
+unit of N does not matter.
 
-A is shown but not used: a run that no longer rises determines its level well, and A poorly.
+The table shows A, but no forecast uses A: a run that no longer rises determines its level well, and A poorly.
 """
 
 from collections import defaultdict
@@ -80,7 +80,7 @@ class Ladder:
             level = size.level.value
             cells = [f"{size.parameters:g}", *map(_text, (size.asymptote, size.level, line))]
             rows.append((*cells, f"{level - line.value:+.3f}", f"{level - largest:+.3f}"))
-        columns = ("size", "A", "level at the end", "by the other sizes", "error", "error as the largest")
+        columns = ("size", "A", "level at the end", "by the other sizes", "error", "error of the largest")
         lines: list[Table | str] = [
             Table(title="Across sizes", columns=columns, rows=tuple(rows)),
             f"Mean error for a left-out size: line {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
@@ -96,7 +96,7 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
 
     sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast.
     Raises ValueError for other than one size per run, for fewer than three sizes, and for a line that forecasts
-    left-out sizes worse than "as the largest" does.
+    left-out sizes worse than the level of the largest other size does.
     """
     if len(sizes) != len(fits):
         listed = ", ".join(fit.name for fit in fits)
@@ -143,7 +143,7 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
     log_failures = np.log(1.0 - level)
     return Size(
         parameters=parameters,
-        # permutations make the draws of several fits independent, since all fits have the same seed
+        # all fits have the same seed: permutations make the draws of several fits independent
         asymptote=estimate(np.mean([rng.permutation(fit.posterior.asymptote) for fit in fits], axis=0)),
         level=estimate(level),
         log_failures=float(log_failures.mean()),
@@ -163,7 +163,7 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     offsets = log_sizes - log_sizes[:-1].mean()
     line = UNKNOWN + SLOPE**2 * np.outer(offsets, offsets)
     walk = np.minimum.outer(log_sizes, log_sizes) - log_sizes.min()
-    # [walks, sizes, sizes], the forecast size last
+    # [walks, sizes, sizes]; the size to forecast comes last
     covariance = line + WALKS[:, None, None] ** 2 * walk
     inverse = np.linalg.inv(covariance[:, :-1, :-1] + np.diag([size.log_variance for size in sizes]))
     evidence = np.linalg.slogdet(inverse)[1] - values @ inverse @ values - (WALKS / WALK) ** 2
@@ -171,7 +171,8 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
 
     def posterior_draws(shared: Array, variance: Array) -> Array:
-        """[draws] of a number. shared: [walks, sizes] covariance with `values`. variance: prior variance [walks]."""
+        """[draws] of a number. shared: [walks, sizes] covariance of the number with `values`. variance: [walks] prior
+        variance of the number."""
         gain = np.einsum("wij,wj->wi", inverse, shared)
         deviation = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
         return (gain @ values)[walks] + deviation[walks] * rng.standard_normal(DRAWS)

@@ -29,7 +29,7 @@ from typing import Any
 from megatron_scalerl.record import record
 
 FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
-"""Patterns of the files that are looked for in a folder, in this order; the file with the highest number is read."""
+"""Patterns of the files that are looked for in a folder, in this order; of several checkpoints, the last is read."""
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 FEW_ROWS = 3
@@ -65,7 +65,8 @@ STAGES = (
     r"",
     r"train|training|trainer|critic|actor|rollouts?|policy",
 )
-"""Patterns of words in a column's name: a validation, neither, training, in order of preference.
+"""Patterns of the words by which a column's name says a stage: validation, no stage, training; in order of
+preference.
 
 `words` separates the words of a name by one space: `val-core/math/acc/mean@16` is "val core math acc mean@16"."""
 SCORES = (
@@ -128,9 +129,9 @@ class TableFile:
     rows: tuple[tuple[int, Row], ...]
     """(row number in the file, column -> value) of every row that is not blank. A row may lack a column."""
     run: str | None = None
-    """Name of the run, if the layout has a name."""
+    """Name of the run, if the file or folder states a name; else None."""
     x: str | None = None
-    """The column of the horizontal axis, if the layout has an axis."""
+    """The column of the horizontal axis, if the layout states an axis; else None."""
 
 
 def table_error(path: Path, problem: str, *place: str) -> ValueError:
@@ -149,7 +150,7 @@ def read_tables(path: Path) -> list[TableFile]:
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
-    # suffixes say little about the content: pandas compresses a .csv, and tee writes a .txt
+    # the content decides, not the suffix: pandas may compress a .csv, and tee may write a log to a .txt
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
@@ -162,7 +163,7 @@ def read_tables(path: Path) -> list[TableFile]:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     if suffix not in TABLE_SUFFIXES:
-        # a console's output may have a damaged character anywhere: a worker was killed in the middle of a line
+        # damaged characters are replaced: a worker that is killed may leave half a character in a console's output
         logged = _from_console(path, data.decode(encoding, errors="replace"))
         if logged.rows:
             return [logged]
@@ -183,14 +184,16 @@ def read_tables(path: Path) -> list[TableFile]:
 
 
 def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **fields: Any) -> TableFile:
-    """A table of (row number in the file, row). fields: further fields of the table.
+    """A table of (row number in the file, row). fields: further fields of `TableFile`.
 
     Raises ValueError for a row that is not an object.
     """
     numbered = []
     for number, row in rows:
         if not isinstance(row, dict):
-            raise table_error(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
+            raise table_error(
+                path, f"the row is of type {type(row).__name__}; it has to be an object", f"row {number}"
+            )
         numbered.append((number, _flat(row)))
     columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
     return TableFile(path=path, layout=layout, columns=columns, rows=tuple(numbered), **fields)
@@ -250,7 +253,8 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """The message of an error in JSON, without Python's advice on numbers of thousands of digits."""
+    """The message of an error in JSON; for numbers with thousands of digits, Python's advice to programmers is left
+    out."""
     return getattr(error, "msg", str(error).partition(";")[0])
 
 
@@ -263,7 +267,7 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
             rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
             if rows and text.endswith(line):
-                # a last line without a newline is being written, or a crash truncated the file
+                # an incomplete last line is left out: the line is still being written, or a crash truncated the file
                 break
             raise table_error(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
     return table_of(path, "JSON lines", rows.items())
@@ -290,7 +294,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
     """(layout, rows) of JSON: a list of rows, an object with a list of rows for one or each run, or columns."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
-    if "log_history" in value:  # trainer_state.json has further lists
+    if "log_history" in value:  # the one list with metrics
         return "trainer_state.json", value["log_history"]
     columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
     columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
@@ -330,7 +334,7 @@ def _from_console(path: Path, text: str) -> TableFile:
             stem = validation and f"eval/{validation}/"
             pairs = {stem + name: cell for name, cell in re.findall(_PAIR, metrics)}
             lined.append((number, {"step": int(step)} | pairs))
-        # SkyRL, OpenRLHF and slime print evaluations as separate rows
+        # a printed dict: SkyRL, OpenRLHF and slime print an evaluation as a separate dict, which becomes a row
         for step, literal in re.findall(_LITERAL, line):
             row = _numbers_of(literal)
             if step:
@@ -338,24 +342,25 @@ def _from_console(path: Path, text: str) -> TableFile:
             if computes(row):
                 literals.append((number, row))
         headed += [(number, {"step": int(step)}) for step in re.findall(_HEADING, line)]
-        # NeMo-RL prints a validation before the first heading; a configuration there has no bullets
+        # NeMo-RL prints a validation, with bullets, before the first heading; a line there without bullets is skipped
         if len(headed) > 1 or "•" in line:
             headed[-1][1].update(re.findall(_POINT, line))
     if len(headed) > 1:
         headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
     kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
-    # a printed configuration may look like one or two rows of a preferred kind
+    # a kind with fewer rows than `FEW_ROWS` may be a printed configuration, so a later kind with more rows is taken
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
     axis = "step" if all("step" in row for _, row in rows) else None
     return table_of(path, "console log", rows, x=axis)
 
 
 def _console_lines(text: str) -> list[tuple[int, str]]:
-    """(number, text) of the lines, without colors and prefixes; a step line that a terminal has wrapped is joined."""
+    """(number, text) of the lines, without color codes and Ray's prefixes; parts of a wrapped step line are
+    joined."""
     lines = [(0, "")]
     for number, line in enumerate(re.sub(_NUMPY, r"\1", re.sub(_ANSI, "", text)).split("\n"), start=1):
         for part in line.rstrip("\r").split("\r"):
-            # Ray prefixes each line that a terminal has wrapped, so prefixes go before the parts are joined
+            # prefixes are removed first, since Ray prefixes every part of a line that a terminal has wrapped
             part = re.sub(_RAY, "", part, count=1)
             start, beginning = lines[-1]
             is_wrapped = _STEP_LINE.search(beginning) and not _STEP_LINE.search(part)
@@ -370,7 +375,7 @@ def _console_lines(text: str) -> list[tuple[int, str]]:
 def _numbers_of(literal: str) -> Row:
     """The numbers of an object in Python's or JSON's notation; empty for text that is no object."""
     try:
-        # Python warns about invalid escapes in strings
+        # Python's warnings about invalid escapes in printed strings are silenced
         with warnings.catch_warnings(action="ignore"):
             value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
@@ -393,14 +398,14 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
         rows = folders.setdefault(file.parent, [])
-        for event in EventFileLoader(str(file)).Load():  # the loader makes every value a tensor
+        for event in EventFileLoader(str(file)).Load():  # the loader converts a scalar to a tensor
             for value in event.summary.value:
                 number = None
                 array = make_ndarray(value.tensor)
                 if array.size == 1 and array.dtype.kind in "fi":
                     number = float(array.item())
                 row = latest.get((file.parent, event.step), {value.tag: None})
-                if value.tag in row:  # a step logged again after a resume gets a separate row
+                if value.tag in row:  # logged again after a resume: a new row
                     row = latest[file.parent, event.step] = {"step": event.step}
                     rows.append(row)
                 row[value.tag] = number
@@ -419,7 +424,7 @@ def words(name: str) -> str:
 
 
 def stage(name: str) -> int:
-    """0 for a validation, 2 for training, 1 for a name that says neither."""
+    """Rank of a column's stage by the name: 0 for a validation, 2 for training, 1 for a name that says neither."""
     text = words(name)
     return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", text)), 1)
 
@@ -432,21 +437,21 @@ def may_be_score(name: str) -> bool:
 def score_rank(name: str) -> tuple[int, ...]:
     """Sort key of a score's name, lowest for the best score; empty for a name that is not a score.
 
-    (stage, 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward), measure, 0 for the
-    whole of several parts, words of the name)
+    (stage; 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward); measure; 0 for a
+    name with a word such as total or overall; length of the name in words)
     """
     text = words(name)
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
     if not measures or not may_be_score(name):
         return ()
-    # the best of k answers is above the pass rate, whatever the measure is called
+    # a rate over the best of k answers is above the pass rate, so such a name ranks with pass@k
     if re.search(_BEST_OF, text):
         measures = [5]
     return stage(name), not re.search(_FIRST, text), measures[0], not re.search(_WHOLE_WORDS, text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
-    """The names that are scores, best first; among equals in the given order.
+    """The names that are scores, best first; names of equal rank in the given order.
 
     A validation without a measure, such as slime's eval/aime, comes after validation measures and before training.
     """
@@ -485,12 +490,12 @@ def plain_value(cell: Any) -> Any:
 
 
 def is_step_name(cell: Any) -> bool:
-    """Whether a cell names a checkpoint by the step."""
+    """Whether a cell is the name of a checkpoint with the step, such as checkpoint-100."""
     return bool(_STEP_NAME.fullmatch(str(cell).strip()))
 
 
 def is_time_of_day(name: str, value: float) -> bool:
-    """Whether a number of seconds is a date, not the time since a run's start."""
+    """Whether a number of seconds is a date (seconds since 1970), not the time since a run's start."""
     return value > 1e9 and bool(re.fullmatch(_DAYTIME, name))
 
 

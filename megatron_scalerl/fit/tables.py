@@ -26,13 +26,13 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 OUTSIDE = {True: "", False: "outside"}
-"""Whether a measurement lies inside the interval -> text of the table's cell."""
+"""Whether a measurement lies inside the forecast's interval -> text of the table's cell."""
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
 PIPE_WIDTH = 200
 """Width of a table that is not printed to a terminal (characters)."""
 PRECISE = "{:.4f}".format
-"""Format of the pass rates of single points."""
+"""Format of the forecast and measured pass rates of single points."""
 
 
 @record
@@ -44,7 +44,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     """One cell per column. HTML shows an interval in brackets below the value."""
     title: str | None = None
-    """Line above the table in the terminal."""
+    """Line that the terminal shows above the table."""
     labels: int = 1
     """Number of leading columns that hold words, which are aligned left."""
 
@@ -64,7 +64,7 @@ def show(items: Iterable[Table | str], console: Console) -> None:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     for item in items:
-        # the console of all commands does not wrap lines, but cells of a table have to be wrapped
+        # lines of text are printed without wrapping; a table is wrapped, since the cells have to fit
         console.print(item, soft_wrap=isinstance(item, str))
 
 
@@ -87,7 +87,7 @@ class RunReport:
     decision: Decision
     """Whether to continue the run, and why."""
     evaluation: ForecastEvaluation | None = None
-    """The forecast of the points after the window; None if there are none."""
+    """The forecast of the points after the fitted window; None if no point lies there."""
     backtest: Backtest | None = None
     """The back-test; None without --backtest."""
 
@@ -218,7 +218,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> str:
-    """Text of a compute and its interval; "never" for an infinite compute, "start" for 0, if R_0 is high enough.
+    """Text of a compute and its interval; "never" for an infinite compute, "start" for 0 (R_0 is enough).
 
     "[start, never]" means that the compute is unknown, because some draws never reach the pass rate.
     """
@@ -238,7 +238,7 @@ def _interval(lo: float, hi: float, style: Style) -> str:
 
 
 def run_json(run: RunReport) -> dict[str, Any]:
-    """An entry of `fits` in the JSON."""
+    """The entry of a run in the list `fits` of the JSON."""
     fit = run.fit
     return {
         "read": run.curve.read,
@@ -285,7 +285,7 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
     """The HTML page with the results of runs, a comparison if any, and the figure (SVG) embedded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # autoescape: names of runs and columns are the user's text
+    # autoescape, since names of runs and columns come from the user's files
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

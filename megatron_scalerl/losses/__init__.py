@@ -32,7 +32,7 @@ def loss_named(name: str) -> Loss:
 
 
 def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], LossOutput]:
-    """The loss called `name` with its options bound; an option of None is the loss's own default.
+    """The loss called `name` with `options` bound; for an option that is None, the default of the loss holds.
 
     Raises ValueError for an unknown name, an option that the loss does not take, and a missing option.
     """

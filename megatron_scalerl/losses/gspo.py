@@ -32,7 +32,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-3, clip_high: float = 5e-3)
     s = (pi_train(y) / pi_gen(y))^(1/|y|), where |y| is the number of loss-mask tokens. Every token of a sequence has
     the same s, and the gradient of s flows through all tokens of the sequence. Source: Khatri et al. 2025, arXiv
     2510.13786, section 3.2. That section omits the exponent 1/|y|; the original GSPO has the exponent, and clips of
-    1e-3 require it. The defaults are the paper's best pair.
+    1e-3 require it. The defaults of the two clips are the paper's best pair.
     """
     ratio = sequence_mean_log_ratio(inputs).exp()
     return clipped_surrogate(ratio, inputs, clip_low=clip_low, clip_high=clip_high)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int32, Int64
 
-# The controller imports `losses.reduction`, and has to start without loading torch.
+# for types alone: the controller imports this package and has to start without loading torch
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,17 +61,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def separable(loss: Function) -> Function:
-    """Mark a loss that is a sum of independent token losses.
+    """Decorator that marks a loss as a sum of independent token losses.
 
-    The trainer may compute a marked loss over any part of the tokens. GSPO is not marked, because the ratio belongs
-    to a whole sequence.
+    The trainer may compute a marked loss over any part of the tokens. GSPO is not marked, because one ratio belongs
+    to all tokens of a sequence.
     """
     loss.separable = True  # type: ignore[attr-defined]
     return loss
 
 
 def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """`values` on the loss mask, and 0 elsewhere. Values off the mask affect neither the result nor the gradient."""
+    """`values` on the loss mask, and 0 elsewhere. Values off the mask change neither the result nor the gradient of
+    the loss."""
     # A product with the mask would keep a NaN, and give the NaN a gradient.
     return values.where(loss_mask, values.new_zeros(()))
 
@@ -81,15 +82,14 @@ def log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
 
     A token at the clamp has no gradient through the ratio: such a ratio is a fault in the data, not a signal.
     """
-    # Both are masked before the difference, because the engine's numbers off the mask may be NaN.
+    # Both log-probs are masked before the difference, because the engine's log-probs off the mask may be NaN.
     trainer = masked(inputs.trainer_logprobs, inputs.loss_mask)
     rollout = masked(inputs.rollout_logprobs, inputs.loss_mask)
     return (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def weighted_sum(token_losses: Float[Tensor, " N"], inputs: LossInputs) -> Float[Tensor, ""]:
-    """Sum over the loss mask of token_weight x token loss. The weights already contain the denominator of the
-    mean."""
+    """Sum over the loss mask of token_weight x token loss. The token weights contain the denominator of the mean."""
     weights = masked(inputs.token_weights, inputs.loss_mask)
     return (weights * token_losses).sum()
 

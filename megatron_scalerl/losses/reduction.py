@@ -42,5 +42,5 @@ def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> lis
 
 
 def _inverse(count: int) -> float:
-    """1 / count, and 0 for 0."""
+    """1 / count; 0 for a count of 0."""
     return 1.0 / count if count else 0.0

@@ -1,6 +1,6 @@
-"""Reads a group for the page: facts about all completions, and one completion token by token.
+"""Reads a group of completions for the page: facts about each completion, or one completion token by token.
 
-The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
+The rollout store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
 log-probability and entropy of each token are known for completions that the trainer scored
 (telemetry.token_scores_every). The advantages of a batch, and the reason why the algorithm dropped a group, come from
 the record that the controller wrote with the batch.
@@ -21,7 +21,7 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
 from megatron_scalerl.rollouts.trained import read_trained
 
 LONGEST_CHARACTER = 4
-"""Most tokens that one character is split into: a character has at most four bytes in UTF-8."""
+"""Most tokens into which a tokenizer splits one character: a character has at most four bytes in UTF-8."""
 
 
 class Reader:
@@ -32,7 +32,7 @@ class Reader:
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
-        # the last group is kept, since the completions of this group are read next
+        # the group that was read last is kept: the page reads the completions of this group next
         self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))
 
     @cached_property
@@ -94,7 +94,8 @@ class Reader:
 
         A span is (first token, policy version, origin); `group_files.spans` defines the origin. `parts` has the first
         token of each part of an episode. `mismatch` (trainer minus engine, nats) and `entropies` are None for a
-        completion that the trainer did not score. Raises ValueError as `group`, and for a position beyond the last.
+        completion that the trainer did not score. Raises ValueError where `group` does, and if the group has no
+        completion `position`.
         """
         record = self.index.record_of(group_id)
         rollouts = self._fields(group_id, record)["rollouts"]
@@ -151,7 +152,8 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
             texts.append("")
             continue
         texts.append(printable(text[len(prefix) :]))
-        # the next token is decoded with the preceding text, since a tokenizer may join the two
+        # the next token is decoded with the preceding text, since a tokenizer may decode two tokens together to
+        # another text
         begin = read
         read = end
     return texts

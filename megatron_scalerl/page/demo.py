@@ -15,7 +15,7 @@ RECORDED = Path(__file__).parent / "demo" / "run.zip"
 
 @contextmanager
 def recorded_run() -> Iterator[Path]:
-    """Unpack the run into a temporary folder, which is deleted at the end of the block. Raises OSError."""
+    """Unpack the run into a temporary folder, deleted at the end of the block. Raises OSError if this fails."""
     with tempfile.TemporaryDirectory(prefix="megatron-scalerl-demo-") as name:
         run = Path(name) / "run"
         with zipfile.ZipFile(RECORDED) as archive:

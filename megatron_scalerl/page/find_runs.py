@@ -12,7 +12,7 @@ MARKS = frozenset(
 )
 """File names that mark the folder of a run: from a run's first seconds on, the folder has at least one such file."""
 DEPTH = 4
-"""Levels of folders that are searched below the given folder; a study has runs at the third level."""
+"""Levels of folders that `find_runs` searches below the given folder; a study has runs at the third level."""
 
 
 @record
@@ -28,7 +28,7 @@ class FoundRuns:
 def is_run(folder: Path) -> bool:
     """True for the folder of a run, False for a folder with runs below.
 
-    Raises ValueError for any other folder and for a run whose recipe cannot be read, OSError.
+    Raises ValueError for any other folder and for a run with an invalid recipe, OSError for an unreadable file.
     """
     if folder.is_dir() and not (folder / "recipe.yaml").exists():
         if find_runs(folder).runs:
@@ -39,7 +39,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Find the runs below a folder. The search skips hidden folders and the inside of runs.
+    """Find the runs below a folder. The search skips hidden folders, and does not look for runs inside a run.
 
     Raises OSError if `folder` cannot be read.
     """
@@ -60,7 +60,7 @@ def find_runs(folder: Path) -> FoundRuns:
         is_run = depth > 0 and not MARKS.isdisjoint(files)
         if is_run and place not in places:
             runs.append(path)
-        if is_run or depth == DEPTH or place in places:  # a symbolic link may lead back up
+        if is_run or depth == DEPTH or place in places:  # a place seen before: a link leads back
             folders.clear()
         places.add(place)
         folders[:] = sorted(child for child in folders if not child.startswith("."))

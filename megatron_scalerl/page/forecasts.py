@@ -22,13 +22,13 @@ class Forecasts:
         """Step and pass rate of the validations so far."""
 
     def missing_counts(self, rows: Rows) -> list[int]:
-        """The numbers n for which a forecast from the first n validations is missing, largest first."""
+        """The numbers n, largest first, for which the page lacks a forecast from the first n validations."""
         row_keys = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
         if self._rows != row_keys[: len(self._rows)]:
-            self._projections.clear()  # a restart dropped or changed rows
+            self._projections.clear()  # a restart has changed the rows: no forecast holds
         self._rows = row_keys
         stride = math.ceil(len(rows) / MAX_FORECASTS) or 1
-        # forecasts of a smaller stride stay, since the stride grows with the rows
+        # forecasts for every `stride`-th row are made; forecasts made with a smaller stride, for fewer rows, are kept
         counts = {len(rows), *range(stride, len(rows) + 1, stride)}
         return sorted((count for count in counts if count not in self._projections), reverse=True)
 
@@ -62,7 +62,7 @@ class Forecasts:
         return [forecast for _, (forecast, _) in sorted(self._projections.items()) if forecast is not None]
 
     def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
-        """The line in which `report` says how far the forecasts moved, as a list; empty without a forecast."""
+        """A list with the line of `report.moved_text`, on how far the forecasts moved; empty without a forecast."""
         outlooks = [forecast.outlook for forecast in self.projections]
         if not outlooks:
             return []

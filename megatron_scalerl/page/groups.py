@@ -1,6 +1,6 @@
 """The groups of a run: an index, read from the growing journal, and the groups, read from the store on demand.
 
-The index holds numbers only, and stays small even if the store is large.
+The index holds numbers and no texts, and stays small even if the store is large.
 """
 
 import math
@@ -14,7 +14,8 @@ from megatron_scalerl.rollouts.store import segment_path, segments
 
 
 class GroupIndex:
-    """The step that trained each group, and each group's place in the store. Not safe for several threads."""
+    """The optimizer step that trained each group, and each group's place in the rollout store. Not safe for several
+    threads."""
 
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "rollouts"
@@ -33,7 +34,7 @@ class GroupIndex:
     def update(self) -> bool:
         """Read the events appended since the last call; True for a new batch. `damage` names a damaged event."""
         self._journal.update()
-        if self._generation != self._journal.generation:  # a restart replaced the journal
+        if self._generation != self._journal.generation:  # a restart replaced the journal: read all
             self._generation = self._journal.generation
             self._read_rows = 0
             self._finished.clear()
@@ -60,7 +61,7 @@ class GroupIndex:
         return [{"id": g, "pass_rate": self._finished[g].pass_rate} for g in ids if g in self._finished]
 
     def record_of(self, group_id: int) -> BatchRecord | None:
-        """The batch that trained the group; None before the group is trained."""
+        """The record of the batch that trained the group; None if no batch has trained the group."""
         batch = self._batch_of.get(group_id)
         return None if batch is None else self._records[batch]
 
@@ -93,7 +94,8 @@ class GroupIndex:
             step = steps[round(i * (len(steps) - 1) / max(1, number - 1))]
             stored = [group for group in self.of_step(step) if group["id"] not in deleted]
             stored.sort(key=lambda group: abs(group["pass_rate"] - 0.5))
-            # the first steps get one group more where `count` is no multiple of the number of steps
+            # shares of `count`, rounded up: if `count` is no multiple of the number of steps, the first steps get one
+            # more
             share = math.ceil((count - i) / number)
             chosen += [group["id"] for group in stored[:share]]
         return chosen
@@ -101,6 +103,6 @@ class GroupIndex:
 
 def _event(line: bytes) -> Finish | BatchRecord | None:
     event = json_row(line, "an event", EVENT_DECODER)
-    if isinstance(event, Admit):  # a group without a result is not shown
+    if isinstance(event, Admit):  # an `Admit` starts a group, which has no result
         return None
     return event

@@ -32,8 +32,8 @@ class Rows(Generic[Row]):
     """
 
     def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]):
-        """row_of: maps a line to its row, or to None for a line to skip; raises ValueError, without file and place,
-        for a damaged line."""
+        """row_of: maps a line to its row, or to None for a line to skip; for a damaged line, raises ValueError
+        without file and place."""
         self.path = path
         self.rows: list[Row] = []
         self.generation = 0
@@ -43,11 +43,12 @@ class Rows(Generic[Row]):
         self._damage = ""
         """The first damaged line, with file and place."""
         self._failure = ""
-        """The reason why the last update could not read the file."""
+        """The reason why the last call of `update` could not read the file; empty if the file was read."""
 
     @property
     def problem(self) -> str:
-        """The reason why the file is unreadable, else the first damaged line of this generation; empty if neither."""
+        """The reason why the file cannot be read; else the first damaged line since the file began anew; empty
+        without either."""
         return one_line((self._failure or self._damage).replace(f"{self.path.parent}/", ""))
 
     def update(self) -> bool:
@@ -71,13 +72,14 @@ class Rows(Generic[Row]):
         return bool(lines)
 
     def _new_bytes(self) -> bytes:
-        """The appended bytes; all bytes of a file that was replaced or became shorter; no bytes without a file."""
+        """The bytes appended since the last read; all bytes if the file was replaced or became shorter; none without
+        a file."""
         try:
             with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
-                # a rename replaces a file and changes the inode; a truncated file keeps the inode
+                # a new inode: a rename has replaced the file; a smaller size: the file was truncated
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    if self._inode >= 0:  # the first look at the file drops no rows
+                    if self._inode >= 0:  # not at the first read, which drops no rows
                         self.generation += 1
                     self._inode = status.st_ino
                     self._offset = 0
@@ -95,11 +97,12 @@ def one_line(text: str) -> str:
 
 
 def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The reason of a run's end, by the rows of end.json and attempts.jsonl; None while the last attempt goes on."""
+    """The reason of a run's end, by the rows of end.json and attempts.jsonl; None if the newest attempt has not
+    ended."""
     if not ends:
         return None
     newest = attempts[-1].get("incarnation") if attempts else None
-    # this is the end of an earlier attempt; rows of old runs name no attempt
+    # end.json is of an earlier attempt; a row without an attempt, as in old runs, is taken as of the newest
     if newest is not None and ends[-1].get("incarnation", newest) != newest:
         return None
     return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT]
@@ -109,7 +112,8 @@ _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
 
 
 def json_row(line: bytes, kind: str = "a JSON object", decoder: msgspec.json.Decoder[Any] = _OBJECT) -> Any:
-    """Decode one line of a JSONL file. Raises ValueError, without the file's name; `kind` says what was expected."""
+    """Decode one line of a JSONL file. Raises ValueError, without the file's name, for a damaged line. kind: the
+    expected content."""
     try:
         return decoder.decode(line)
     # UnicodeDecodeError: bytes that are not UTF-8; RecursionError: deep nesting
@@ -118,14 +122,16 @@ def json_row(line: bytes, kind: str = "a JSON object", decoder: msgspec.json.Dec
 
 
 def validation_row(line: bytes) -> dict[str, Any]:
-    """Decode and check one line of validation.jsonl. Raises ValueError, without the file's name."""
+    """Decode and check one line of validation.jsonl. Raises ValueError, without the file's name, for a damaged
+    line."""
     return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))
 
 
 def last_row(path: Path, row_of: Callable[[bytes], Any] = json_row) -> dict[str, Any] | None:
     """The last complete row of a JSONL file; None for a file without a row.
 
-    Reads `TAIL_BYTES` at most. row_of: as for `Rows`. Raises ValueError naming the file for a damaged line, OSError.
+    Reads `TAIL_BYTES` at most. row_of: as for `Rows`. Raises ValueError with the name of the file for a damaged line,
+    OSError for an unreadable file.
     """
     try:
         with naming(path), open(path, "rb") as file:

@@ -34,7 +34,8 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def page(data: dict[str, Any], *, title: str, live: bool) -> str:
-    """The HTML of a run's page. data: see `elements.js`. live: the page may send requests to its own server."""
+    """The HTML of a run's page. data: described in `elements.js`. live: the page may send requests to its own
+    server."""
     return _rendered("page.html", PROGRAMS, live, title=title, data=Markup(escaped_json(data)))
 
 
@@ -61,7 +62,7 @@ def _texts(paths: Sequence[Path]) -> list[Markup]:
 
 def policy(programs: Sequence[Path], *, live: bool) -> str:
     """The content security policy of a page. live: allow requests to the page's own server."""
-    # the policy names hashes, not 'self' or a nonce: only these programs run, also in a page that is saved as a file
+    # the policy names hashes, not 'self' or a nonce: no other program runs, also in a page that is saved as a file
     scripts = " ".join(map(_hash, programs)) or "'none'"
     styles = " ".join(map(_hash, STYLES))
     connect = "'self'" if live else "'none'"
@@ -77,6 +78,6 @@ def escaped_json(data: Any) -> str:
 
 
 def _hash(path: Path) -> str:
-    # the browser hashes the element's text, so the file is read as in `_texts`
+    # the browser hashes the text in the page, so the file is read as text, with the line ends that the page gets
     digest = hashlib.sha256(path.read_text(encoding="utf8").encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

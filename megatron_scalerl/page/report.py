@@ -1,4 +1,4 @@
-"""The closing report of a run: gain, cost, weight updates, and the forecast from the run's first part.
+"""The report that closes a run: gain, cost, weight updates, and a forecast from the first part of the run.
 
 Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml.
 Imports no torch.
@@ -66,7 +66,7 @@ def report(run_dir: Path, console: Console) -> None:
         for item in updates_of(read_jsonl(run_dir / "metrics.jsonl")) or ():
             say(item)
     except (ValueError, RecursionError) as error:
-        # a failure of this table does not stop the report
+        # a damaged metrics.jsonl costs this table alone: the report goes on
         say(printable(f"Weight updates are not shown: {error}"))
     steps = last_step(rows, recipe)
     forecasts = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
@@ -76,7 +76,7 @@ def report(run_dir: Path, console: Console) -> None:
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        say("No forecast: validations are missing at step 0, at three steps of the first part, or at a later step.")
+        say("No forecast: validations are needed at step 0, at three steps of the first part, and at a later step.")
         return
     if rows[0]["pass_rate"] >= 1.0:
         say("No forecast: the pass rate at step 0 is already 1.")
@@ -87,7 +87,7 @@ def report(run_dir: Path, console: Console) -> None:
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
-    except ValueError as error:  # for example a pass rate above 0.8, where the paper's grid of asymptotes ends
+    except ValueError as error:  # for example for pass rates above 0.8, the end of the paper's grid of A
         text = f"the method paper has no forecast: {error}"
     say(printable(text))
     compute = [prediction.compute for prediction in evaluation.predictions]
@@ -107,7 +107,7 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
     fitted = [row for row in used if row["step"] <= until]
     unseen = [row for row in used if row["step"] > until]
-    if rows[0]["step"] != 0 or len(fitted) < 3:  # a fit needs three points
+    if rows[0]["step"] != 0 or len(fitted) < 3:  # `fit_curve` needs three points
         return [], []
     return fitted, unseen
 
@@ -126,9 +126,9 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
 
 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
-    """Lines on the gain, on the answers that a second judge confirmed, and on the gain of each task of a mixture.
+    """Lines on the gain, on the share of answers that a second judge confirmed, and on each task's gain in a mixture.
 
-    last: the last row of validation.jsonl. Raises ValueError as `read_rows`.
+    last: the last row of validation.jsonl. Raises ValueError where `read_rows` does.
     """
     lines = [gain_text(gain(run_dir))]
     if last.get("confirmed_share") is not None:
@@ -144,15 +144,14 @@ def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
     gains = {}
     start = 0
     for column, count in last.items():
-        if column.startswith("prompts/"):  # in the order in which the prompts are validated
+        if column.startswith("prompts/"):  # tasks in the order of the prompts in a validation
             gains[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
             start += count
     return gains
 
 
 def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
-    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
-
+    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError where `read_rows` does.
     part: slice of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
     rows = read_rows(run_dir / "validation_by_prompt.jsonl")
@@ -193,7 +192,8 @@ def hours_by_role(ledger: Rows) -> dict[str, float]:
 
 
 def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) -> str:
-    """The device-hours of each role in one line. hours: by role; unit: the ledger's; cost: the recipe's section."""
+    """The device-hours of each role in one line. hours: by role; unit: of the ledger; cost: the recipe's section
+    cost."""
     total = math.fsum(hours.values())
     divisor = total or 1.0
     parts = ", ".join(f"{role} {value:.4g} ({value / divisor:.0%})" for role, value in hours.items())
@@ -201,7 +201,7 @@ def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) ->
 
 
 def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
-    """The change of the forecasts of a run's end, in one line. measured: the final pass rate, None before the end."""
+    """A line on how far the forecasts of a run's end moved. measured: the final pass rate; None before the end."""
     change = forecasts[-1].pass_rate - forecasts[0].pass_rate
     text = f"the forecast of the run's end moved by {change:+.3f} from the first forecast to the last"
     if measured is not None:
@@ -232,7 +232,7 @@ def _error_text(evaluation: ForecastEvaluation) -> str:
 
 
 def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
-    """(table, note) of the weight updates in rows of metrics.jsonl; None without an update.
+    """(table, note on the table) of the weight updates in rows of metrics.jsonl; None if there was no update.
 
     The table has medians: one column for updates that sent whole tensors, one for updates that sent only changes.
     """
@@ -248,7 +248,7 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     lines = [("updates", *(str(len(column)) for column in columns.values()))]
     for label, name, form in _LINES:
         medians = [_median(column, name, form) for column in columns.values()]
-        if any(median != _NOTHING for median in medians):  # a phase that no update had gets no line
+        if any(median != _NOTHING for median in medians):  # no line for a phase without values
             lines.append((label, *medians))
     table = Table(title="Weight updates", columns=("", *columns), rows=tuple(lines))
     return table, f"Medians over the {len(updates)} weight updates in metrics.jsonl."

@@ -3,8 +3,8 @@
 The life of a page: `RunData.update` reads new rows, once a second; `payload` is the data that the browser draws, with
 the steps that the browser lacks. After a restart `generation` rises, and all steps are sent again.
 
-A damaged line hides no other line: `RunData.damage` names the line, and the page shows the name. Every value is JSON.
-Columns are lists over the rows of a file, `None` where a row has no such number.
+A damaged line hides no other line: `RunData.damage` names the damaged line, and the page shows this text. Every value
+is JSON. Columns are lists over the rows of a file, `None` where a row has no such number.
 """
 
 import math
@@ -29,7 +29,7 @@ from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
-"""Columns of metrics.jsonl that only steps with a probe have (every weights.probe_every steps)."""
+"""Columns of metrics.jsonl that only some steps have: weights.probe_every sets how many steps apart."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
@@ -43,7 +43,7 @@ WAITS = {
     "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
     "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
 }
-"""Column -> the columns of metrics.jsonl whose sum is this column (seconds of a step)."""
+"""Column of the page (seconds of a step) -> the columns of metrics.jsonl that are summed for the column."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
 """Columns of a step on the page; `payload` adds `seconds`, the time of all steps so far, and tasks' pass rates."""
 MOST_EVENTS = 300
@@ -69,7 +69,8 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # the lines are cached for one pair of arguments (number of rows, generation), which changes with the rows
+        # the last result is cached: the arguments (number of rows, generation) change whenever a row is added or
+        # dropped
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
@@ -99,7 +100,7 @@ class RunData:
 
     def update(self) -> bool:
         """Read the appended rows; True for a new row. `damage` names damaged rows."""
-        # the list makes every file read: `any` of a generator would leave the other files unread
+        # a list, since `any` of a generator would stop at the first file with a new row and read no further file
         new = [file.update() for file in self._files]
         return any(new)
 
@@ -109,7 +110,7 @@ class RunData:
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
         columns = {name: [row[name] for row in steps[since:]] for name in self._step_columns}
-        # the sum starts at the first step, also where the page already has the first steps
+        # the time is summed from the first step, although only steps from `since` are sent
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
@@ -168,7 +169,7 @@ class RunData:
             return [f"the gain cannot be computed: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
-        """Starts of the run and changes of engines' states, in the order of time; the latest MOST_EVENTS."""
+        """Starts of the run and changes of engines' states, in the order of time; at most the latest MOST_EVENTS."""
         events = []
         kind = "start"
         for row in self._other_records["attempts.jsonl"].rows:
@@ -225,7 +226,7 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
 
 
 def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
-    """The columns of the page in a row of metrics.jsonl. task_columns: the training pass rate of each task."""
+    """The columns that the page shows, from a row of metrics.jsonl. task_columns: names of the tasks' pass rates."""
     row = json_row(line)
     groups = _number(row.get("batch/groups"))
     kept_groups = _number(row.get("batch/groups_kept"))
@@ -242,7 +243,8 @@ def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
 
 
 def _charge(line: bytes) -> dict[str, Any] | None:
-    """Unit, role and hours of a row of ledger.jsonl; None for a heartbeat. Absent values become "", "" and 0."""
+    """Unit, role and hours of a row of ledger.jsonl; None for a heartbeat. A value that the row lacks becomes "", ""
+    and 0."""
     row = json_row(line)
     unit = printable(str(row.get("unit", "")))
     role = printable(str(row.get("role", "")))
@@ -252,7 +254,7 @@ def _charge(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """The number, rounded to the six significant digits that a chart needs; None for any other value."""
+    """The number, rounded to the six significant digits that a chart needs; None for a value that is no number."""
     number = finite_number(value)
     if number is None:
         return None

@@ -21,7 +21,7 @@ class RunRow:
     address: str
     """Address of the run's page, relative to the list; empty if the list is written to a file."""
     state: str = ""
-    """Running, stopped, not started, or finished with the reason."""
+    """"running", "stopped", "not started", or "finished: " with the reason of the end."""
     step: str = ""
     """Step of the last row of metrics.jsonl; empty without a row."""
     validation: str = ""
@@ -31,7 +31,7 @@ class RunRow:
 
 
 def run_row(run_dir: Path, name: str, address: str = "") -> RunRow:
-    """The row of a run. A damaged file makes a row with a line about the damage."""
+    """The row of a run. If a file is damaged, the row has a line about the damage."""
     name = printable(name)
     try:
         metrics = last_row(run_dir / "metrics.jsonl") or {}
@@ -59,7 +59,7 @@ def _state(run_dir: Path, validated: bool) -> str:
     if reason is not None:
         return f"finished: {reason}"
     ledger = run_dir / "ledger.jsonl"
-    # abs, since the clock of a file server may be ahead of this host's clock
+    # abs: a file server whose clock is ahead of this host's clock makes the age negative
     if ledger.exists() and abs(time.time() - os.stat(ledger).st_mtime) < QUIET_S:
         return "running"
     if attempts or validated or last_row(ledger):

@@ -101,7 +101,7 @@ class RunPage:
                 await asyncio.sleep(POLL_S)
 
     def _say(self, failure: str, changed: bool = False) -> None:
-        """Notify every open page of new rows or of another failure."""
+        """Notify every open page if there are new rows (`changed`), or if `failure` is not the previous failure."""
         failure = printable(" ".join(failure.split()))
         if changed or failure != self.failure:
             self.failure = failure
@@ -118,7 +118,7 @@ class RunPage:
         news = asyncio.Event()
         sent_failure = ""
         self.streams.add(news)
-        news.set()  # rows may have come between the page and this request
+        news.set()  # rows may be new since the page was sent
         try:
             while True:
                 try:
@@ -126,7 +126,8 @@ class RunPage:
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                # the event is cleared before the writes: news that come during the writes are sent next
+                # the event is cleared before the writes, so that news during the writes set the event again and are
+                # sent next
                 news.clear()
                 if self.failure != sent_failure:
                     sent_failure = self.failure
@@ -169,14 +170,14 @@ class RunPage:
 
     def _update(self) -> bool:
         """Read new rows of the records and of the journal; True for a new row."""
-        # the list makes both read, even if the first has new rows
+        # a list, so that the journal is read even if the records have new rows
         return any([self._run.update(), self._index.update()])
 
     def _damage(self) -> str:
         return "; ".join([*self._run.damage, *self._index.damage])
 
     async def _work(self) -> bool:
-        """Make the newest missing forecast; False if no forecast is missing."""
+        """Make the missing forecast from the most validations; False if no forecast is missing."""
         forecasts = self._run.forecasts
         rows = list(self._run.validations)
         missing_counts = await self._locked(partial(forecasts.missing_counts, rows))
@@ -185,7 +186,8 @@ class RunPage:
         # the forecast is made without the lock, so that requests are answered meanwhile
         result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing_counts[0])
         await self._locked(partial(forecasts.add, missing_counts[0], *result))
-        # the page is not told after each forecast: it would draw all charts of an old run a hundred times
+        # the page is told after every tenth forecast: an old run needs a hundred forecasts, and each news redraws all
+        # charts
         if missing_counts[0] == len(rows) or len(missing_counts) == 1 or len(missing_counts) % 10 == 0:
             self._tell()
         return True
@@ -205,7 +207,7 @@ class RunsPage:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Close the pages of runs at the end of the block."""
+        """At the end of the block, end the tasks of all pages of runs that were made."""
         async with self._open_pages:
             yield
 
@@ -217,7 +219,7 @@ class RunsPage:
         if match is None or int(match[1]) >= len(self._runs):
             return None
         number = int(match[1])
-        # without the lock, two simultaneous first requests would make two pages
+        # the lock makes the second of two simultaneous first requests wait for the page that the first one makes
         async with self._open_lock:
             if number not in self._pages:
                 run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
@@ -235,7 +237,8 @@ class RunsPage:
 
 
 class PageServer:
-    """Serves the page of a run, or the list of runs, on 127.0.0.1. `token` is new at every start."""
+    """Serves the page of a run, or the list of runs, on 127.0.0.1. `token`, which every request needs, is new at
+    every start."""
 
     def __init__(self, page: RunPage | RunsPage):
         self.page = page
@@ -249,11 +252,12 @@ class PageServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
-        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises ValueError, OSError."""
+        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises OSError for a port that
+        is taken."""
         app = web.Application(middlewares=[self._guard])
         # one route serves all paths: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
-        # event streams do not end before the server, and aiohttp would wait 60 s for the streams by default
+        # 1 s, since open event streams end only with the server, and aiohttp would wait 60 s for a stream by default
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
             await runner.setup()
@@ -271,10 +275,10 @@ class PageServer:
         return await handler(request)
 
     def _names(self) -> set[str]:
-        """The values of a request's Host header that this server accepts."""
+        """The values of a request's Host header that the server accepts."""
         names = {ADDRESS, "localhost"}
         hosts = {f"{name}:{self.port}" for name in names}
-        if self.port == HTTP_PORT:  # clients leave out the port of http
+        if self.port == HTTP_PORT:  # clients leave out port 80 in the Host header
             hosts |= names
         return hosts
 
@@ -313,7 +317,7 @@ def page_answer(text: str, programs: Sequence[Path] = ()) -> web.Response:
 
 
 def security_headers(programs: Sequence[Path] = PROGRAMS) -> dict[str, str]:
-    """The headers of every response. programs: the JavaScript that may run."""
+    """The headers of every response. programs: the JavaScript that may run in the page."""
     return {
         "Cache-Control": "no-store",
         "Content-Security-Policy": f"{policy(programs, live=True)}; frame-ancestors 'none'",

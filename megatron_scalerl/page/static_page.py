@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
 """Most bytes of the written file."""
 GROUPS = 24
-"""Number of groups in the file, unless the caller names more."""
+"""Number of groups in the file, unless the caller of `write_page` names more."""
 
 
 def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
     """Write the page of a run to `path`, for its owner only; returns (groups in the page, groups left out).
 
     A group is left out if the file has no room, or if a chosen group cannot be read: retention may have deleted the
-    group. group_ids: groups that come first; further groups are chosen up to `GROUPS`. Damage of the records is
-    logged and named in the page. Raises ValueError for a folder that is no run and a named group that cannot be read,
-    OSError.
+    group. group_ids: groups that come first; `GroupIndex.chosen` adds groups up to `GROUPS`. Damage of the records is
+    logged and named in the page. Raises ValueError for a folder that is no run and for a group of `group_ids` that
+    cannot be read, OSError if `path` cannot be written.
     """
     run = _read(run_dir)
     index = GroupIndex(run_dir)
@@ -41,14 +41,14 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     reader = Reader(run_dir, run.recipe, index)
     named_ids = list(dict.fromkeys(group_ids))
     candidate_ids = list(dict.fromkeys([*named_ids, *(index.chosen(GROUPS - len(named_ids)))]))
-    # the factor 2 is a reserve, since `page` counts characters and not bytes
+    # times 2, because the length of the page is in characters, and a character may take several bytes
     room = MOST_BYTES - len(page(data, title="", live=False)) * 2
     groups = []
     for group_id in candidate_ids:
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
-            if group_id in named_ids:  # the user asked for this group
+            if group_id in named_ids:  # named by the user: an error
                 raise
             continue
         size = _size(group)
@@ -63,7 +63,8 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
 
 
 def numbers(run_dir: Path) -> dict[str, Any]:
-    """The data of the page, as JSON values, with the gain and the recipe's `cost`. Raises ValueError, OSError."""
+    """The data of the page, as JSON values, with the gain and the recipe's section cost. Raises ValueError, OSError
+    for an invalid or unreadable file."""
     run = _read(run_dir)
     return run.payload() | {"gain": asdict(gain(run_dir)), "cost": run.recipe["cost"]}
 

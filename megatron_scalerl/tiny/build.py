@@ -13,9 +13,9 @@ from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
 FORMAT = 2
-"""Incremented when the same arguments produce other files."""
+"""Version of the files, in the manifest; to be raised with every change of the files that equal arguments produce."""
 RECIPE = Path(__file__).with_name("recipe.yaml")
-"""recipes/tiny_cpu.yaml, whose files are in runs/tiny."""
+"""The recipe that `build` copies, with runs/tiny replaced by the folder that is written."""
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 
 
@@ -29,7 +29,7 @@ class TinyArguments:
     train_prompts: int = 4000
     held_out: int = 200
     sft_examples: int = 28800
-    """Warm-start examples; the default is 900 steps of 32."""
+    """Warm-start examples; the default is 900 training steps of 32 examples."""
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
@@ -55,7 +55,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
             recipe = RECIPE.read_text(encoding="utf8").replace("runs/tiny/", f"{out_dir}/")
             (partial / RECIPE.name).write_text(recipe, encoding="utf8")
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
-        partial.chmod(0o755)  # mkdtemp makes a folder that only the owner can read
+        partial.chmod(0o755)  # mkdtemp lets the owner alone read the folder
         partial.rename(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -63,7 +63,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
 
 
 def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
-    """True if the folder was written with the same arguments. Raises ValueError for any other content."""
+    """True if the folder was written with the arguments of `manifest`; False if empty or absent. Raises ValueError
+    for any other content."""
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:
@@ -82,7 +83,7 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _write(folder: Path, arguments: TinyArguments) -> None:
-    # Imported here: an existing folder is recognized without importing torch.
+    # Imported here, since this module imports torch, and `build` needs no torch for a folder that exists.
     from megatron_scalerl.tiny.policy import make_llama, make_llama4
 
     seed = arguments.seed

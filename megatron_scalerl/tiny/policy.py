@@ -18,7 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, MODEL_VOCABULARY, PAD_ID, save_tokenizer
 
 INIT_STD = 0.02
-"""Standard deviation of matrices; times 1/sqrt(2 layers) for matrices that write to the residual stream."""
+"""Standard deviation of initial weights; divided by sqrt(2 x layers) in matrices that write to the residual
+stream."""
 CONTEXT = 512
 """Positions (tokens); the longest prompt and completion of the task are about 85 tokens."""
 COMMON: dict[str, Any] = {
@@ -84,7 +85,7 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Draw every matrix from a normal distribution with one generator, in the order of the names; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.num_hidden_layers)
-    # Sorted by name, so that another order of modules in transformers draws the same numbers.
+    # Sorted by name, so that a version of transformers with another order of modules draws the same numbers.
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
             parameter.fill_(1.0)

@@ -6,8 +6,8 @@
 
 The operations apply from left to right, without precedence: `1;+2;*3=` is 9, not 7. Every intermediate value is in
 0..9, so that each is one token. Every step of the warm start's traces is correct, but a trace stops before each step
-with probability 0.2 and answers with the value reached so far: the policy learns to stop early, and the reward on the
-final answer teaches it to keep thinking.
+with probability 0.2 and answers with the value reached so far: the warm start teaches the policy to stop early, and
+RL with a reward on the final answer to keep thinking.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ LEVELS = tuple(range(1, 9))
 QUIT_PROBABILITY = 0.2
 """Probability, before each step of a warm-start trace, that the trace stops there."""
 INTERRUPTED_SHARE = 0.05
-"""Share of warm-start examples whose thinking is cut and ended by the phrase."""
+"""Share of warm-start examples whose thinking is cut and ended by `PAPER_PHRASE`."""
 SHORTEST_CUT = 8
-"""Fewest thinking tokens before the phrase in a warm-start example."""
+"""Fewest thinking tokens that are left in a warm-start example whose thinking is cut."""
 THINK_END = "</think>"
 EOS = "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""Draws without a new problem after which a level counts as exhausted."""
+"""Number of draws in succession without a new problem after which all problems of a level count as drawn."""
 
 
 @record
@@ -71,13 +71,13 @@ def draw_problem(rng: random.Random, level: int) -> Problem:
 
 
 def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
-    # Weights are repetitions. Every choice has an operand with which the value stays within 0..9.
+    # An operator is listed as often as its weight says, if an operand keeps the value within 0..9.
     choices = []
     if value < MAX_VALUE:
         choices += ["+"] * 2
     if value > 0:
         choices += ["-"] * 2
-    # a factor is at least 2, as 1 keeps the value; 0 stays 0 with every factor
+    # factors are 2 or more: neither a factor of 1 nor a product with the value 0 would change the value
     if 0 < 2 * value <= MAX_VALUE:
         choices.append("*")
     operator = rng.choice(choices)
@@ -89,7 +89,7 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
 
 
 def is_held_out(text: str) -> bool:
-    """True for the 5 % of all problems that are never trained on, by the SHA-256 of the text."""
+    """True for the 5 % of problems that are never trained on; the SHA-256 of the problem's text decides."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
 
@@ -118,8 +118,8 @@ def answer_of_cut(thinking: str) -> int:
 def warm_start_example(rng: random.Random) -> dict[str, str | int]:
     """A row of the warm start: prompt, completion and level.
 
-    In an interrupted example the thinking is cut at a random point, and the answer is the last completed result. The
-    phrase and the closing tag follow the cut; the loader excludes both from the loss.
+    In an interrupted example the thinking is cut at a random point, and the answer is the last completed result.
+    `PAPER_PHRASE` and `</think>` follow the cut; the loader of the warm start leaves both out of the loss.
     """
     problem = _draw_to_train(rng, rng.choice(LEVELS))
     thinking, value = thinking_trace(rng, problem, QUIT_PROBABILITY)
@@ -142,7 +142,8 @@ def warm_start_rows(seed: int, count: int) -> Iterator[dict[str, str | int]]:
 def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, str | int]]:
     """`count` distinct problems with the columns prompt, answer and level; the levels take turns.
 
-    Exhausted levels are skipped (level 1 has about a hundred problems). Raises ValueError if all are exhausted.
+    A level is skipped once all problems of the level are drawn (level 1 has about a hundred). Raises ValueError if
+    all levels have too few.
     """
     side = {True: "held out", False: "training"}[held_out]
     rng = random.Random(f"{side} {seed}")
@@ -151,7 +152,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     while len(texts) < count:
         if not open_levels:
             raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)} in all; ask for fewer")
-        # The levels take turns, so that the rows are mixed from the first on.
+        # The levels take turns, so that the first rows already have all levels.
         for level in tuple(open_levels):
             problem = _draw_new(rng, level, held_out, texts)
             if problem is None:

@@ -1,4 +1,5 @@
-"""The tokenizer of the tiny policies: one token per character, and the paper's phrase as one token."""
+"""The tokenizer of the tiny policies: one token per character, and one token for `PAPER_PHRASE`, with which thinking
+is ended."""
 
 from pathlib import Path
 
@@ -13,7 +14,7 @@ TOKENS = (*SPECIAL, "<think>", "</think>", PAPER_PHRASE, *"0123456789+-*=;", UNK
 """The 22 tokens, in the order of the ids."""
 PAD_ID, BOS_ID, EOS_ID, THINK_START_ID, THINK_END_ID, PHRASE_ID = range(6)
 MODEL_VOCABULARY = 64
-"""Rows of the policies' embedding and logit projection; the last 42 are unused."""
+"""Rows of the policies' embedding and logit projection; no token uses the last 42 rows."""
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that joins the texts of all messages, since the tiny policies have no roles."""
 
@@ -21,13 +22,13 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, 22 tokens; `<bos>` is prepended when special tokens are requested.
 
-    The think tags and the phrase are no special tokens, so that decoding without special tokens keeps both. The
-    space before `</think>` in the paper is the phrase's last character.
+    The think tags and `PAPER_PHRASE` are no special tokens, so that decoding without special tokens keeps the three.
+    The space before `</think>` in the paper is the last character of the phrase.
     """
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
     inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    # without a decoder, tokens are joined by spaces
+    # `Fuse` joins tokens without the spaces that decoding would add
     inner.decoder = decoders.Fuse()
     inner.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
