@@ -1,7 +1,7 @@
 """Counts the stream's completions on each engine, chooses the engine of the next group, and measures idle time.
 
-Completions are counted from `add` to `remove`. An engine that keeps an older policy version for a measurement goes on
-with all requests, so the engine's completions stay counted.
+A completion counts from `add` to `remove`. An engine that keeps an older policy version for a validation takes no new
+completions but finishes earlier completions, which stay counted.
 """
 
 import time
@@ -37,15 +37,15 @@ class EngineLoads:
         self.note_idle()
 
     def remove(self, engine: EngineClient) -> None:
-        """Count one completion less on an engine."""
+        """Note that one completion on an engine has ended."""
         self._completions[engine] -= 1
         self.note_idle()
 
     def note_idle(self) -> None:
-        """Start or stop measuring idle time: engines serve, and no engine has work.
+        """Start or stop measuring idle time, in which engines serve and no engine has work.
 
-        Also called when an engine joins or leaves. Time without a serving engine is not idle, since engines are being
-        started.
+        The caller also calls this method when an engine joins or leaves. Time without a serving engine does not
+        count, since engines are being started.
         """
         serving = self._engines.serving
         busy = any(self._completions[engine] for engine in serving)

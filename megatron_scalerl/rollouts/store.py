@@ -5,8 +5,8 @@ group's block (`types.BlockRef`) from the journal and reads the whole block, the
 verifies the checksum of everything read.
 
 The life of a segment: `_begin_segment`, then `append` and `sync` by turns. The next segment begins when this segment
-is full, after a restart, or by `complete_segment`; then this segment gets no more bytes, and `retention` may delete the
-segment. A crash may leave an incomplete block at the end, which no event of the journal names. Only the owner can
+is full, after a restart, or by `complete_segment`; then this segment gets no more bytes, and `retention` may delete
+the segment. A crash may leave an incomplete block at the end, which no event of the journal names. Only the owner can
 read a segment's file.
 
 A segment has a checksummed block for each finished group. Little-endian, without padding:
