@@ -1,8 +1,8 @@
-"""A second judge beside the verifier `math` (`validation.audit`), which confirms answers that are plainly right.
+"""The built-in second judge for the verifier `math` (`validation.audit`): confirms answers that are plainly right.
 
-The judge uses no part of math-verify: the last box, `<answer>` tag, `####` line or number of an answer is compared
-with the reference as a written-out number, or as equal text. An answer that the verifier accepts and the judge does
-not confirm deserves a look by a person.
+The judge uses no part of math-verify. The last box, `<answer>` tag, `####` line or number of an answer has to be the
+reference: the same written-out number, or equal text. If the verifier accepts an answer that the judge does not
+confirm, a person should look at the answer.
 """
 
 import re

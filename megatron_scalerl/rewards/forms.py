@@ -1,4 +1,4 @@
-"""Answers that give a row's reference in different forms; a working verifier rewards at least one answer."""
+"""Writes a row's reference as answers in different forms. A verifier that works rewards at least one of the forms."""
 
 from collections.abc import Mapping
 from typing import Any
