@@ -211,7 +211,7 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """The data that this worker needs in an update, or REFUSED and why the trainer's tensors do not fit the model.
+        """The data that this worker needs in an update; or REFUSED and the reason why the trainer's tensors fail.
 
         manifest: the trainer's tensors, JSON of `plan.manifest_to_json`. The result is JSON of `plan.needs_to_json`.
         """

@@ -1,4 +1,4 @@
-"""The inputs of an environment: the policy's response in a turn, or an agent's access to the policy."""
+"""Defines the inputs of an environment: the policy's response in a turn, and an agent's access to the policy."""
 
 from typing import Any
 
