@@ -279,7 +279,7 @@ class Membership:
         """Wait until fewer engines than `minimum` are left or a teacher is given up; then raise EngineDied."""
         await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
         if self.left >= self._minimum:
-            raise EngineDied(f"algorithm.teachers: a teacher is not started again ({self.given_up_because})")
+            raise EngineDied(f"algorithm.teachers: a teacher has ended for good ({self.given_up_because})")
         raise EngineDied(
             f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"

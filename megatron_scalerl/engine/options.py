@@ -76,11 +76,11 @@ _DRAFTS = (
     "proposes tokens with a draft model that gets no weight updates; vLLM supports no forced interruption with a "
     "draft model, and some acceptance rules change the distribution"
 )
-_STALE = "keeps the KV cache of a prefix after the weights that computed it were replaced"
+_STALE = "keeps cached prefixes after a weight update, although earlier weights computed the prefixes"
 _NUCLEUS = "samples from a part of the vocabulary only, and the trainer's log-probs are over all tokens"
 _PENALTY = "changes logits depending on earlier tokens, which the trainer does not compute"
 _MASK = "forbids some tokens, and the trainer's log-probs are over all tokens"
-_REQUEST = "is set by this package in every request"
+_REQUEST = "is set by this package in every request; remove the option"
 _HOSTS = "spreads an engine over hosts, but an engine's processes listen on loopback only; take smaller engines"
 
 _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}

@@ -211,7 +211,7 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """The data that this worker needs in an update; or REFUSED and the reason why the trainer's tensors fail.
+        """The data that this worker needs in an update; or REFUSED and the reason why the tensors do not fit.
 
         manifest: the trainer's tensors, JSON of `plan.manifest_to_json`. The result is JSON of `plan.needs_to_json`.
         """

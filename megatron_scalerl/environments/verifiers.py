@@ -143,7 +143,7 @@ def verdict(reply: Table) -> tuple[float, Table]:
     rewards = list(rewards_by_name.values())
     # With a second agent, such as a simulated user, both agents' turns would get the reward of the first agent.
     if len(traces) != 1 or not rewards or None in rewards:
-        problem = f"an episode needs one agent with scores for its rewards; found {len(traces)} with {rewards}"
+        problem = f"an episode needs one agent with scored rewards; found {len(traces)} agents, rewards {rewards}"
         raise LibraryFailed({"type": "the taskset", "message": problem})
     metrics = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
     scores = {name: reward["score"] for name, reward in rewards_by_name.items()}

@@ -84,8 +84,8 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "content_parts": ([],),
 }
-"""Setting of a request -> allowed values besides null. A setting with no entry that the server does not know has to
-be null."""
+"""Setting of a request that the server does not support -> values that are allowed, besides null. Unsupported
+settings without an entry have to be null."""
 
 
 MOST_STRANGERS = 256
@@ -316,7 +316,7 @@ class Session:
         return entry
 
     async def _new(self, path: str, data: bytes, number: int) -> Reply:
-        """The reply to a new request, which ends the episode at a limit. number: of the request, from 0."""
+        """The reply to a new request. At a limit the episode ends. number: number of the request, from 0."""
         try:
             if number >= self._settings.max_turns:
                 raise LimitReached("environment.max_turns")
@@ -440,7 +440,7 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _plain_message(message: _Message) -> Message:
-    """A message of an agent in the form for the chat template, without differences that have no meaning."""
+    """An agent's message in the form for the chat template, in which messages of equal meaning are equal."""
     text = message.content or ""
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
@@ -506,7 +506,7 @@ class AgentServer:
         self._sessions: dict[str, Session] = {}
         """API key of a try in progress -> session."""
         self._key = secrets.token_urlsafe(32)
-        """Key that admits connections serving many episodes (`Agent.route_key`)."""
+        """Route key (`Agent.route_key`), by which the server admits clients that serve many episodes."""
         self._strangers: dict[Any, float] = {}
         """Connection without a known key so far -> time of arrival (s, time of the event loop), the oldest first."""
         self._cut: deque[bool] = deque(maxlen=ENDS)

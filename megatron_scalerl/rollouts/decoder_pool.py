@@ -11,9 +11,8 @@ The life of a body: `slot` admits the body, `EngineClient.generate` reads the bo
 process; then the slot is free. A process that dies or does not answer within TIMEOUT_S is replaced
 (`processes.worker_pool`), and the body is decoded again.
 
-A body is lost (CompletionLost, `decoder_lost`) if two processes ended with this body, or if no
-process starts for the body. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies in a row are lost, or if no
-process starts any more.
+A body is lost (CompletionLost, `decoder_lost`) if two processes ended with this body, or if no process starts for the
+body. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies in a row are lost, or if no process starts any more.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class EpisodeSampler(Sampler):
             problem = outcome.exception()
             if session.unasked and isinstance(problem, LimitReached | None):
                 subject = self._environments.subject
-                raise EnvironmentFailed(f"{subject}: a repeated run did not send the same requests", reason="changed")
+                raise EnvironmentFailed(f"{subject}: run did not repeat the earlier requests", reason="changed")
             reward = outcome.result()
         trace.end = ENDS["done"]
         if reward is not None:

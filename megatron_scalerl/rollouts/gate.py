@@ -4,10 +4,11 @@ The life of a group in the gate: `start` (in flight), `finish` (ready), `take` (
 the gate). A group in flight can also leave by `drop`, for good, or by `abandon`, after which the group may start
 again.
 
-Versions count optimizer steps: training on a batch turns policy version v into v + 1. A group whose oldest first
-token came from version u has the deadline u + k: the group must be trained on at a version <= u + k. No group is
-dropped for age, because dropping would favor short completions. Two rules maintain the bound (the bound, k = 8, is
-from Khatri et al. 2025, section 2; the rules are ours):
+Versions count optimizer steps: training on a batch of G groups turns policy version v into v + 1. The deadline of a
+group is u + k: the group must be trained on at a version <= u + k. Here u is the oldest version that sampled the
+first token of a completion in the group, and k is `max_staleness_steps`. No group is dropped for age, because
+dropping would favor short completions. Two rules maintain the bound (the bound, k = 8, is from Khatri et al. 2025,
+section 2; the rules are ours):
 
 * admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
   in a batch that was taken and is not done (until the batch's new version is served, new groups start at the old

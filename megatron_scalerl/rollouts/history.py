@@ -125,7 +125,7 @@ def read_history(run_dir: Path) -> History:
     missing_groups = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
     if missing_groups:
         batch, group = missing_groups[0]
-        raise ValueError(f"{path}: batch {batch} has group {group}, and no event says that the group is finished")
+        raise ValueError(f"{path}: batch {batch} has group {group}, and the journal lacks the group's finish event")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 

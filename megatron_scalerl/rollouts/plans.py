@@ -132,7 +132,7 @@ class Plans:
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        """The sampling settings of the request for one completion, with a seed if required or for validation."""
+        """The sampling settings of the request for one completion. The engine always gets a seed for validation."""
         section = self._recipe.rollouts
         plan = None
         max_tokens = self._recipe.max_completion_tokens

@@ -44,7 +44,7 @@ SEGMENT_BYTES = 512 << 20
 """Size at which a segment is complete and the next block begins a new segment (bytes)."""
 _SEGMENT = re.compile(r"segment-(\d+)\.bin")
 _FIRST_READ = 1 << 14
-"""Number of bytes of the first read of a block's head, which most heads fit in."""
+"""Number of bytes that are read first for a block's head. Most heads are not longer."""
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"GRUP"
 _FIXED = struct.Struct("<4sIQqII")
@@ -99,13 +99,13 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 def head_bytes(data: bytes) -> int:
     """Size of a block's head (bytes), from the block's first `_FIXED.size` bytes. Raises ValueError if invalid."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"the file ends after {len(data)} more bytes, and a block has at least {_FIXED.size}")
+        raise ValueError(f"the file has {len(data)} more bytes; a block has at least {_FIXED.size} bytes")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"the bytes {magic!r} begin no block of a group")
     head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
-        raise ValueError(f"the block has {size} bytes, fewer than the {head} bytes of the head")
+        raise ValueError(f"the block is damaged: the whole has {size} bytes, the head alone {head} bytes")
     return head
 
 
@@ -122,7 +122,7 @@ def read_head(data: bytes) -> BlockHead:
     offsets = [*accumulate(sizes, initial=end)]
     completions_end = offsets.pop()
     if completions_end != size:
-        raise ValueError(f"the completions end at byte {completions_end} of the block, which has {size} bytes")
+        raise ValueError(f"the block is damaged: {size} bytes, but the completions end at byte {completions_end}")
     return BlockHead(
         nbytes=size,
         group_id=group_id,

@@ -357,7 +357,7 @@ class RolloutStream:
                 if not admission.counted:
                     self._gate.start(admission.group_id, self.policy_version)
                 return admission
-        raise RuntimeError(f"none of the last {MOST_UNUSABLE} drawn prompts can be learned from")
+        raise RuntimeError(f"none of the last {MOST_UNUSABLE} drawn prompts can be learned from; check the answers")
 
     def _next(self) -> Admission | None:
         """The next group: a group to generate again, or a new group. None if the curriculum is exhausted."""
