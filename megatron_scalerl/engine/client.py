@@ -250,7 +250,7 @@ class EngineClient:
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
-        # The engine also generates one token for a scoring request, since vLLM requires max_tokens of at least 1.
+        # A scoring request also generates one token, as max_tokens is 1.
         self.received_tokens += 1
         return prompt_logprobs(content, token_ids, self._source(_GENERATE))
 

@@ -384,8 +384,8 @@ def engine_environment(
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # Only the V2 model runner reports expert choices. The V1 runner is the default here, as the interface for
-        # logits processors differs.
+        # Only the V2 model runner reports expert choices. The V2 runner has a different interface for logits
+        # processors (`engine.forced_on_device`).
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",

@@ -99,7 +99,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 def head_bytes(data: bytes) -> int:
     """Size of a block's head (bytes), from the block's first `_FIXED.size` bytes. Raises ValueError if invalid."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"the file has {len(data)} more bytes; a block has at least {_FIXED.size} bytes")
+        raise ValueError(f"the file ends after {len(data)} bytes of the block; a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"the bytes {magic!r} begin no block of a group")
@@ -122,7 +122,9 @@ def read_head(data: bytes) -> BlockHead:
     offsets = [*accumulate(sizes, initial=end)]
     completions_end = offsets.pop()
     if completions_end != size:
-        raise ValueError(f"the block is damaged: {size} bytes, but the completions end at byte {completions_end}")
+        raise ValueError(
+            f"the block is damaged: completions end at byte {completions_end}, but the whole has {size} bytes"
+        )
     return BlockHead(
         nbytes=size,
         group_id=group_id,
