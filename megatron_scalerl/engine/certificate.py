@@ -1,8 +1,8 @@
 """Makes the TLS certificate of engines on other hosts: a new certificate at every start of a run.
 
 The certificate is self-signed, and the controller's clients trust this certificate alone, so a server that passes the
-check holds the private key. Host names are not compared, since a name proves less than the key. The agents on the hosts receive
-certificate and key over an encrypted socket (`launch.agents`).
+check holds the private key. Host names are not compared, since a name proves less than the key. The agents on the
+hosts receive certificate and key over an encrypted socket (`launch.agents`).
 """
 
 import contextlib

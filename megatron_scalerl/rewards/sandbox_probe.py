@@ -59,7 +59,7 @@ def check_sandbox(limits: Limits) -> None:
         raise ValueError(
             f"{_HEAD}: a program starts {threads} threads; Linux since 5.14 allows {FEWEST_THREADS} to {THREADS - 1}"
         )
-    # The interpreter's top folder has to be visible, and so is no leak.
+    # The interpreter's top folder has to be visible, so the folder is no leak.
     prefix = sys.base_prefix.split("/")[1]
     leaks["files of the host"] = [name for name in leaks["files of the host"] if name != prefix]
     for leak, value in leaks.items():

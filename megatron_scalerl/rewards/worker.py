@@ -332,7 +332,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
 
         return judge_answer
     if setup.verifier != "code":
-        # The sandbox limits the programs of `code`; limits on this process would also limit files with test inputs.
+        # Not for `code`: the sandbox limits the programs, and the sandbox's own processes need room for the input.
         limit_process(limits)
     loaded = address_space()
 

@@ -122,9 +122,7 @@ def read_head(data: bytes) -> BlockHead:
     offsets = [*accumulate(sizes, initial=end)]
     completions_end = offsets.pop()
     if completions_end != size:
-        raise ValueError(
-            f"the block is damaged: completions end at byte {completions_end}, but the whole has {size} bytes"
-        )
+        raise ValueError(f"the completions end at byte {completions_end}, but the whole block has {size} bytes")
     return BlockHead(
         nbytes=size,
         group_id=group_id,
