@@ -1,8 +1,9 @@
 """The seccomp filter of programs in the sandbox (x86-64): allows a list of system calls and refuses the rest.
 
-A program may compute, read and write files, start threads and execute a new program in the process. A program may not start a process, make a socket (except a connected pair, for asyncio), trace, mount, or make a namespace. A
-refused call fails with ENOSYS, the start of a process with EPERM. A call with the numbers of a different architecture
-(32 bits, x32) ends the program, since equal numbers mean different calls.
+A program may compute, read and write files, start threads and execute a new program in the process. A program may not
+start a process, make a socket (except a connected pair, for asyncio), trace, mount, or make a namespace. A refused
+call fails with ENOSYS, the start of a process with EPERM. A call with the numbers of a different architecture (32
+bits, x32) ends the program, since equal numbers mean different calls.
 
 Imports only the standard library, since the module runs in `sandbox_init`.
 """
