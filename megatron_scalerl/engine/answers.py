@@ -62,9 +62,9 @@ class EngineInfo:
     weight_version: str
     """Label of the weights in use: a policy version as text."""
     weight_digests: tuple[str, ...]
-    """[workers] digest of the bytes that each worker received in the last update; empty before the first update."""
+    """For each worker, the digest of the bytes received in the last weight update; empty before any update."""
     attention_temperature: bool | None = None
-    """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
+    """Whether layers without RoPE scale queries by position; None if the policy has only layers with RoPE."""
 
 
 @record
@@ -157,7 +157,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> 
 
 
 def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tuple[float, ...]:
-    """[T - 1] the log-probs (nats) of token_ids[1:], read from the response to a scoring request. Raises EngineError.
+    """[T - 1] the log-probs (nats) of token_ids[1:], from a response to a scoring request; EngineError if malformed.
 
     token_ids: [T] the prompt. source: engine and path, for the message.
     """

@@ -80,7 +80,7 @@ class SamplingSpec:
     """Sampling temperature; 0 always takes the likeliest token."""
     seed: int = 0
     seeded: bool = True
-    """Whether the engine gets the seed (`options.training_seeds`); otherwise `seed` is only recorded."""
+    """Whether the request sends `seed` to the engine (`options.training_seeds`); if not, `seed` is only recorded."""
     interruption: Plan | None = None
     """Plan for the forced end of thinking. None: nothing is forced, and only `max_tokens` limits the completion."""
     priority: int = 0
@@ -271,7 +271,7 @@ class EngineClient:
         return progress
 
     async def info(self) -> EngineInfo:
-        """Configuration and weights, as reported by the engine's workers. Raises EngineError."""
+        """Configuration and weights that the engine's workers report. Raises EngineError if the engine fails."""
         answers = await self.rpc("msrl_info")
         world = decode(await self.get("/get_world_size"), _WorldSize, self._source("/get_world_size"))
         label = decode(await self.get("/weight_info"), _WeightInfo, self._source("/weight_info"))
@@ -284,7 +284,7 @@ class EngineClient:
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, source)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker, and return the workers' answers in rank order. Raises EngineError."""
+        """Call a method of every worker; returns the answers in rank order. Raises EngineError if the call fails."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
         if not body:
             return []
@@ -315,11 +315,11 @@ class EngineClient:
         self._salt = {"cache_salt": f"{version}-{secrets.token_hex(8)}"}
 
     async def get(self, path: str) -> bytes:
-        """The body of the response to a GET request. Raises EngineError."""
+        """The body of the response to a GET request. Raises EngineError if the request fails."""
         return await self._request("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
-        """The body of the response to a POST request with JSON. Raises EngineError."""
+        """The body of the response to a POST request with JSON. Raises EngineError if the request fails."""
         return await self._request("POST", path, body, query)
 
     @contextlib.contextmanager

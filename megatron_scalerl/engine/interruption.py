@@ -30,9 +30,9 @@ _EXTRA_ARG = "msrl_interruption"
 
 
 def draw_cut(seed: int, group_id: int, index: int, lower_bound: int, upper_bound: int) -> int:
-    """Draw the number of thinking tokens after which a completion is interrupted, uniform between the bounds.
+    """Draw the number of thinking tokens after which a completion is interrupted, uniform between the two bounds.
 
-    Both bounds are included. Equal arguments give an equal number.
+    The number may equal either bound. Equal arguments give an equal number.
     """
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(lower_bound, upper_bound)
 
@@ -48,9 +48,9 @@ class Plan:
     think_end_ids: tuple[int, ...]
     """Token ids of the closing tag of thinking, at least one id."""
     think_end_first: frozenset[int] = frozenset()
-    """Token ids accepted in place of the tag's first token, see `tag_variants`."""
+    """Ids of tokens with more text that count as the tag's first token (`tag_variants`)."""
     think_end_last: frozenset[int] = frozenset()
-    """Token ids accepted in place of the tag's last token, see `tag_variants`."""
+    """Ids of tokens with more text that count as the tag's last token (`tag_variants`)."""
     answer_budget: int
     """Largest number of tokens after a forced end of thinking, the policy's end of sequence included."""
     whole_budget: int | None = None

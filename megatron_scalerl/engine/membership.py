@@ -73,7 +73,7 @@ class Member:
     joined: bool = False
     """True for an engine that joined the run later, and may leave and come back under the same name."""
     teacher: bool = False
-    """True for a teacher, which keeps the same weights and takes no rollouts."""
+    """True for a teacher: an engine with a teacher's weights, which gets no weight updates and no rollouts."""
     devices: float = 0
     """Number of devices (GPUs) that the run holds for the engine; a device shared with the trainer counts half.
 

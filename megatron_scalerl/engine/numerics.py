@@ -1,4 +1,4 @@
-"""Checks that an engine computes with the same precision and settings as the trainer. Runs in the controller."""
+"""Checks that precision and settings of an engine and of the trainer are equal. Runs in the controller."""
 
 import json
 from pathlib import Path

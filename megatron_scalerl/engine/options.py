@@ -87,7 +87,7 @@ _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
 """Option that spreads an engine over hosts -> the one allowed value, which means a single host."""
 
 CHANGES_SAMPLING = {
-    # These are options of engine and server.
+    # These are options of vLLM's engine and server.
     "logits_processors": "changes logits before sampling, which the trainer does not compute",
     "watermark_config": "changes how tokens are sampled without changing the reported log-probs",
     "speculative_config": _DRAFTS,
@@ -153,8 +153,8 @@ prompt is split, vLLM rewinds a random generator, which CPUs do not support, so 
 GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
 """Default options of vLLM on GPUs: the Triton backend for mixtures of experts.
 
-Other backends, such as the default on Blackwell, rearrange the experts' weights, so that weight updates cannot write
-the weights in place.
+Backends such as vLLM's default on Blackwell rearrange the experts' weights, so that weight updates could not write
+new values in place.
 """
 
 

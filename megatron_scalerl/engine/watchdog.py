@@ -44,8 +44,8 @@ class StallClock:
     def update(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, elapsed_s: float) -> str | None:
         """Add the result of one poll; returns a description of the stall, or None without a stall.
 
-        in_flight: requests that the client is waiting for. paused: whether the engine is paused. elapsed_s: seconds
-        since the last poll.
+        in_flight: number of requests for whose response the client waits. paused: whether the engine is paused.
+        elapsed_s: seconds since the last poll.
         """
         # If the client waits for responses, and no core has a request, the requests are stuck in the server.
         stuck = in_flight > 0 and not any(core.waiting or core.decoding for core in cores)

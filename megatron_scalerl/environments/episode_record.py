@@ -70,7 +70,7 @@ class EpisodeRecord:
             self._noted.append(fate)
 
     def others_succeed(self, row: bytes) -> bool:
-        """Whether fewer than half of the latest episodes of other rows have failed."""
+        """Whether fewer than half of the latest episodes of all rows except `row` have failed."""
         failures = [fate.failing for fate in self._noted if fate.row != row]
         return 2 * sum(failures) < len(failures)
 

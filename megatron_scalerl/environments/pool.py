@@ -129,7 +129,7 @@ class Session(Protocol):
         """Return once the agent has sent no request for environment.timeout_s seconds."""
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers in the last try; empty if the try did not repeat all requests of earlier tries."""
+        """The policy's answers in the last try; empty if the agent did not repeat all requests of earlier tries."""
 
 
 Argument = Response | Session | None
@@ -156,7 +156,7 @@ class _Process(Worker):
         """Time at which a call that failed here last succeeded in another process (time of the event loop, s)."""
 
     async def ready(self) -> None:
-        """Start the process if it does not run. Raises EnvironmentFailed."""
+        """Start the process unless the process runs. Raises EnvironmentFailed if the process does not start."""
         async with self.gate:
             if self._works:
                 return
@@ -383,7 +383,7 @@ class Episode:
         self._process_died = False
         """Whether the episode's process ended during the last try."""
         self.metrics: dict[str, float] = {}
-        """The latest value of each metric."""
+        """Name of a metric that the environment returned -> the latest value."""
         self._past_calls: list[tuple[Argument, bytes]] = []
         """(argument, digest of the result) of each successful call so far, beginning with reset, for replays."""
 

@@ -43,7 +43,7 @@ class Agent:
     base_url: str
     """Base URL for a client of OpenAI's chat completions, http://127.0.0.1:PORT/v1."""
     api_key: str
-    """Key of this episode alone, valid until the episode ends."""
+    """Secret key for this episode's requests, valid until the agent's method `run` ends."""
     model: str
     """Name of the model to send in requests; equal in all runs."""
     route_key: str = ""

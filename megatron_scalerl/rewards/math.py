@@ -256,7 +256,7 @@ def _members(text: str) -> tuple[str, ...]:
 def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
     """(expression, math-verify's reading) of each expression that a text gives as the answer.
 
-    is_answer: the text comes from a box or a mark, and is the answer and nothing else if the text has no words.
+    is_answer: whether the text comes from a box or a mark; without words, such a text is the answer and nothing else.
     """
     has_list = _LIST.search(reference)
     if is_answer and not _has_words(split_unit(text)[0]):

@@ -201,7 +201,7 @@ def statement(text: str) -> str:
 
 
 def is_open(text_before: str, text_behind: str) -> bool:
-    """Whether the words around an answer leave the answer open, withdraw the answer, or offer another answer."""
+    """Whether the words around an answer leave the answer open, withdraw the answer, or offer an alternative."""
     beside = " ".join(text_behind.split()[:3])
     return bool(
         _OPEN_WORDS.search(_CLAUSE.split(text_before)[-1])

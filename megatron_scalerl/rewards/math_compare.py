@@ -21,9 +21,9 @@ class Reading(NamedTuple):
     """The expressions that math-verify reads in an answer without a sentence around the answer."""
 
     whole: list[Any]
-    """Parse of the whole text: sympy expressions, and the source text."""
+    """math-verify's parse of the whole text: sympy expressions, and the text as a str."""
     values: list[Any]
-    """Parse of the text without the unit; empty for a text without a unit."""
+    """math-verify's parse of the text without the unit; empty for a text that has no unit."""
     unit: str
 
 
@@ -51,7 +51,7 @@ def read(text: str, timeout_s: int | None = None) -> Reading:
 
 
 def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
-    """The sympy expressions that math-verify finds in a text, and the source text.
+    """The sympy expressions that math-verify finds in a text, and the text as a str.
 
     units: leave out the words that math-verify takes for units.
     """
@@ -65,7 +65,7 @@ def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> lis
 
 
 def is_text(reading: Reading) -> bool:
-    """Whether math-verify found no mathematics in a text, so that the reading contains only strings."""
+    """Whether math-verify found no mathematics in a text: the reading then contains only strings."""
     return all(isinstance(part, str) for part in reading.whole + reading.values)
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 MAX_UNAVAILABLE = 64
-"""Checks or episodes in a row that could not be made, after which the pool ends."""
+"""Number of checks or episodes in a row that could not be made after which the pool ends."""
 RECENT = 256
 """Number of latest checks or episodes that are counted; the pool ends if more than half could not be made."""
 TRIES = 3
@@ -13,7 +13,7 @@ PAUSES_S = (1.0, 5.0)
 
 
 class Outages:
-    """The record of the latest checks or episodes."""
+    """Records for the latest checks or episodes of a pool which could not be made."""
 
     def __init__(self, noun: str):
         """noun: "checks" or "episodes", as messages call the entries."""

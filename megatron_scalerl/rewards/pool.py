@@ -221,7 +221,7 @@ class VerifierPool:
             return await asyncio.shield(check.score)
         finally:
             check.callers -= 1
-            if not check.callers:  # the check is done, or all callers were cancelled
+            if not check.callers:  # this was the last caller: the check is done, or all callers were cancelled
                 check.score.cancel()
                 del self._outstanding[key]
 
@@ -354,7 +354,7 @@ class VerifierPool:
     def _count(self, reason: str, row: bytes = b"") -> None:
         """Count a scored check, or a check that is lost for a `reason`; ends the pool if too many checks are lost.
 
-        row: digest of the check's row if the verifier also raised for the row's reference, else empty.
+        row: digest of the check's row if the verifier raised for the row's reference as well, else empty.
         """
         end = self._outages.ended(reason)
         self._failed_rows.append(row)
@@ -460,7 +460,7 @@ class TaskPools:
         except CompletionLost as lost:
             logger.warning("validation.audit: the second judge gave no verdict on an answer: %s", lost)
             return score
-        except RuntimeError as ended:  # the second judge changes no reward, and ends no run
+        except RuntimeError as ended:  # the run goes on without the second judge, which changes no reward
             logger.warning("validation.audit: the second judge failed too often, and is not used any more: %s", ended)
             self._audits.pop(prompt.task, None)
             return score

@@ -47,7 +47,7 @@ class Result:
     output: bytes
     """Standard output, cut off beyond the limit; for a run of tests, `PASSED` if all tests passed, else empty."""
     cpu_left_s: float
-    """Processor time that is left of the run's limit (s); negative if the run exceeded the limit."""
+    """The run's limit of processor time minus the used time (s); negative if the run exceeded the limit."""
 
 
 class Sandbox:

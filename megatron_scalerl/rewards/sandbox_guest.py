@@ -304,7 +304,7 @@ class Solution:
 
 
 def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> Exception:
-    """A builtin exception with this type name; a RuntimeError for an unknown type or a type in `refused_types`."""
+    """A builtin exception of the type `name`; a RuntimeError if there is no such type, or for `refused_types`."""
     kind: Any = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused_types):
         try:
@@ -343,7 +343,7 @@ def main() -> None:
     _, role, *role_arguments = sys.argv
     sys.argv = [f"{role}.py"]  # programs and unittest.main expect a file's name here
     sys.set_int_max_str_digits(0)
-    sys.setrecursionlimit(50_000)  # LiveCodeBench sets the same limit
+    sys.setrecursionlimit(50_000)  # as LiveCodeBench
     _thread.stack_size(8 << 20)  # the default is the main thread's stack, half of the memory limit
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
@@ -354,7 +354,7 @@ def main() -> None:
     else:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send this signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a program might send this signal to its tests
         exec(compile(role_arguments[1], "<tests>", "exec", dont_inherit=True), globals())
         Tests().run(source, role_arguments[0])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)

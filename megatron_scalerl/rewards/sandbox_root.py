@@ -61,7 +61,7 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
 
 
 def _show(path: str) -> None:
-    """Make a path of the host visible in the sandbox. A symbolic link stays a link; an absent path is left out."""
+    """Make a path of the host visible in the sandbox, if the path exists. A symbolic link stays a link."""
     source = "/host" + path
     if os.path.lexists(path) or not os.path.lexists(source):
         return

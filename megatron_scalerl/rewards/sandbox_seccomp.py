@@ -115,7 +115,7 @@ def filter_code() -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
-    code += [  # limits of this process alone
+    code += [  # prlimit64 is allowed only for the limits of the calling process
         (_EQUAL, 0, 4, _ALLOWED_CALLS["prlimit64"]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_EQUAL, 0, 1, 0),

@@ -202,7 +202,7 @@ class Tests:
         return decode(reply["result"], self._remote)
 
     def _answer(self) -> Any:
-        """The next message of the program's process. Without a valid message this process exits without a verdict."""
+        """The next message of the program's process. If no valid message comes, the tests end without a verdict."""
         try:
             message = receive(self._replies)
         except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -466,7 +466,7 @@ class _Row(tuple):  # type: ignore[type-arg]
 
 
 def _replace(argument: Any, update: Any) -> None:
-    """Change a mutable argument in place to the value that the call left in the program's process."""
+    """Give a mutable argument in place the value that the argument has in the program's process after a call."""
     if type(argument) is type(update) and hasattr(type(argument), "clear"):
         argument.clear()
         fill(argument, update)

@@ -79,7 +79,7 @@ class Outcome:
     value: bool | float | None = None
     """The verifier's result, a bool or a finite float."""
     limit: str = ""
-    """The limit that was exceeded, `memory` or `timeout`; `crash` if the process died otherwise; empty if neither."""
+    """`memory` or `timeout` if the check exceeded this limit; `crash` if the process died without; else empty."""
     unavailable: str = ""
     """The reason why the check could not be made, such as a judge that does not answer; else empty."""
     error: str = ""
@@ -191,7 +191,7 @@ def _waits() -> int:
 
 
 def _returned(error: BaseException) -> str:
-    """The message of a NoReward; empty for any other error."""
+    """The message of the error if the error is a NoReward, else empty."""
     return _text(str(error)) if isinstance(error, NoReward) else ""
 
 
@@ -237,7 +237,7 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
             value = reward_of(await verifier(*pickle.loads(check)))
         return Outcome(value=value, waited=bool(passes))
     except (Exception, asyncio.CancelledError) as error:
-        lines = traceback.format_exception_only(error)  # an error whose __str__ raises is also shown
+        lines = traceback.format_exception_only(error)  # works even if the error's __str__ raises
         reason = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
         trace = traceback.format_exc()[-4000:]
         if limit.expired():
@@ -301,7 +301,7 @@ def _status(error: BaseException) -> int | None:
         for place in (error, getattr(error, "response", None)):
             try:
                 status = getattr(place, name, None)
-            except (AttributeError, RuntimeError, ValueError):  # a property without a value
+            except (AttributeError, RuntimeError, ValueError):  # a property may raise if there is no value
                 continue
             if isinstance(status, int) and 100 <= status < 600:
                 return status

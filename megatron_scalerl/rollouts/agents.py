@@ -262,7 +262,7 @@ class Session:
                 return
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers in the last try; empty if the try did not repeat all recorded requests."""
+        """The policy's answers in the last try; empty if the agent did not repeat all recorded requests."""
         if self.unasked:
             return []
         return self._texts
@@ -344,7 +344,7 @@ class Session:
             return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Job:
-        """The job of a request with token ids, which has the form of vLLM's generate endpoint. Raises ValueError."""
+        """The job of a request with token ids (vLLM's generate endpoint). Raises ValueError for invalid ids."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: send at least one id, and only ids below {self._vocabulary}")

@@ -38,7 +38,7 @@ class Teachers:
         self._engines = engines
 
     async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
-        """[samples] the column `teacher_logprobs` (nats) of each sample, for `Distilled`. Raises EngineError."""
+        """[samples] the column `teacher_logprobs` (nats) of each sample. Raises EngineError if a request fails."""
         task = group.prompt.task
         name = TEACHER + next(name for name, section in self._sections.items() if task in (section.tasks or [task]))
         parts = [part for completion in group.completions for part in completion.samples]

@@ -43,7 +43,7 @@ class AnswerFormat:
     """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """Any interruption plan of the run, since all plans have the same closing tag; None for a policy without tags."""
+    """An interruption plan of the run, of which only the closing tag is used; None for a policy without tags."""
     think_end: str
     """The closing tag of thinking as text."""
     hidden_ids: frozenset[int]
@@ -84,7 +84,7 @@ class TurnSettings:
 
 @record
 class Setup:
-    """The settings of a decoder process, which are the same for all requests of a run."""
+    """The settings of a decoder process, which hold for all requests of a run."""
 
     answer: AnswerFormat
     tokenizer: str | None

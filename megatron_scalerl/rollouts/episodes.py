@@ -131,7 +131,7 @@ class EpisodeSampler(Sampler):
         raise lost
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
-        """One try of an episode. Raises EnvironmentFailed."""
+        """One try of an episode. Raises EnvironmentFailed if the episode is lost in this try."""
         async with self._environments.episode(prompt.row) as environment:
             messages: Sequence[Message] = ()
             if not self._environments.agent:
@@ -168,7 +168,10 @@ class EpisodeSampler(Sampler):
         return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
-        """(the environment's first messages, the messages as token ids [P]). Raises EnvironmentFailed."""
+        """(the environment's first messages, the messages as token ids [P]).
+
+        Raises EnvironmentFailed if reset fails, or if the messages have too many tokens or none.
+        """
         messages = await environment.reset()
         ids, _ = await self._rendered([messages], [])
         if not 1 <= len(ids) <= self._most_prompt_tokens:

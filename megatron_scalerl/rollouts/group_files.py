@@ -26,7 +26,7 @@ class ListedGroup:
     read: Callable[[], dict[str, Any]]
     """Reads the group as a dict: group_id, epoch, prompt, scores, rollouts (token ids, versions, loss mask and more).
 
-    The parts of an episode follow one another. Raises ValueError for a damaged file.
+    A rollout has the parts of an episode one after another. Raises ValueError for a damaged file.
     """
 
 

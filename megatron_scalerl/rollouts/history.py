@@ -156,7 +156,7 @@ _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Deco
 def replay_draws(curriculum: Curriculum, history: History) -> None:
     """Bring a new curriculum to the state at the end of the journal, by replaying draws and pass rates.
 
-    Raises RecipeError if a draw gives another prompt than in the journal.
+    Raises RecipeError if a draw gives a prompt that is not the prompt in the journal.
     """
     for event in history.events:
         if isinstance(event, Admit):

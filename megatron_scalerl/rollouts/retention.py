@@ -66,7 +66,7 @@ class Retention:
 
 
 def remove(folder: Path, expired_segments: Iterable[int]) -> None:
-    """Delete the files of these segments. Runs in a thread. Raises OSError."""
+    """Delete the files of these segments. Runs in a thread. Raises OSError if a file cannot be deleted."""
     for segment in expired_segments:
         segment_path(folder, segment).unlink(missing_ok=True)
         sync(folder)

@@ -217,7 +217,7 @@ class StoreWriter:
                     os.fsync(self._fd)
                 check_in_place(path, self._fd, self._end)
             except OSError as error:
-                # The system may have dropped unwritten bytes, so no later sync proves that the bytes are on the disk.
+                # After a failed sync the system may have dropped bytes, so no later sync proves anything about them.
                 self._failure = error
                 raise
 
@@ -318,7 +318,7 @@ def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
 
 
 def stored_header(head: BlockHead) -> GroupHeader:
-    """Decode the group header in a block's head. Raises ValueError."""
+    """Decode the group header in a block's head. Raises ValueError if the header is invalid."""
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -196,7 +196,7 @@ class RolloutStream:
     async def next_batch(self) -> list[RolloutGroup] | None:
         """The next groups to train on at the current policy version, earliest deadline first; waits for the groups.
 
-        None if the curriculum is exhausted and no full batch is left. Raises the failure that ended the stream.
+        None if the curriculum is exhausted and no full batch is left. Raises the first failure of a task, if any.
         """
         async with self._changed:
             while True:
@@ -404,9 +404,9 @@ class RolloutStream:
         await self._reissue_group(admission, results, evicted=evicted)
 
     async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
-        """Index -> result of each completion of a group, kept or new; arguments as for `_group`.
+        """Index -> result of each completion of a group, kept or generated now; arguments as for `_group`.
 
-        Completions that an eviction has left unfinished are missing.
+        The result lacks completions that were unfinished when the engine was evicted.
         """
         first_draw = admission.redraws * self._group_size
         tasks_by_index = {}

@@ -31,7 +31,7 @@ class CompletionScores:
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
-    """Write the file of a step, in place of any earlier file. Raises OSError."""
+    """Write the file of a step, in place of any earlier file. Raises OSError if the file cannot be written."""
     path = _path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     rewrite(path, map(asdict, rows))

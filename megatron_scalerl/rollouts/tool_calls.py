@@ -210,5 +210,5 @@ def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
     except _UnreadableCall as problem:
         return ToolCall(raw=text, error=str(problem))
     except (ValueError, RecursionError):
-        # The JSON is beyond Python's limits, or is no Unicode.
+        # The text is no JSON, exceeds Python's limits (depth, digits), or has characters that are no Unicode.
         return ToolCall(raw=text, error="invalid_json")

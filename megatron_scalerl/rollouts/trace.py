@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def shared(self) -> list[int | None]:
-        """[parts] number of tokens of the group's prompt with which each part begins; None for the whole prompt."""
+        """For each part, the number of tokens of the group's prompt at the part's beginning; None: the whole prompt."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
     def begins(self, context: list[int]) -> int:
