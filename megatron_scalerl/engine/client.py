@@ -224,7 +224,7 @@ class EngineClient:
             return await self._counted(decoder, content, sampling)
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
-        """Decode a response. Raises EngineError after too many completions in a row without log-probabilities."""
+        """Decode a response. Raises EngineError after engine.max_lost_in_a_row answers without log-probabilities."""
         source = self._source(_GENERATE)
         try:
             decoded, tokens = await decoder.decode(

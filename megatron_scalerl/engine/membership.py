@@ -295,7 +295,7 @@ class Membership:
 
     @property
     def given_up_because(self) -> str:
-        """Names of the engines that are given up, each with the reason, in one line."""
+        """One line with the name of each engine that is given up, and the reason."""
         return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
 
     def _clients(self, *states: EngineState) -> list[EngineClient]:

@@ -117,9 +117,9 @@ class LagClock:
 
 
 async def watch_progress(client: EngineClient, settings: EngineSection, lag: LagClock | None = None) -> NoReturn:
-    """Poll an engine's progress forever.
+    """Poll an engine's progress until the engine fails.
 
-    Raises EngineDied, with the engine's name, on a hang, a lag or no response.
+    Raises EngineDied, with the engine's name, if the engine hangs, lags or does not respond.
     """
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)

@@ -88,7 +88,7 @@ REPLY_BYTES = TURN_BYTES + 2**16
 PAUSED = ("unavailable", "hung")
 """Reasons of failures that may pass with time, after which the next try begins only after a pause."""
 SHOWN_CHARS = 500
-"""Number of characters of a row, and of the policy's responses, in a warning."""
+"""Largest number of characters of the row in a warning, and of the policy's responses."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -288,7 +288,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path, name: str = "environment"):
-        """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `variables` is not set."""
+        """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `section.variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
         """Source of episodes' numbers: an episode gets a new number whenever the episode enters a process."""
@@ -342,7 +342,7 @@ class EnvironmentPool:
         await asyncio.gather(*(process.close() for process in (*self._processes, *self.extra)))
 
     def end(self, problem: RuntimeError | None) -> None:
-        """End the pool with a problem, which every pending and later call raises; does nothing for None."""
+        """End the pool: every pending and later call raises `problem`. Does nothing if `problem` is None."""
         if problem is not None and not self.end_error.done():
             self.end_error.set_exception(problem)
             # asyncio logs an exception of a future that nobody retrieves, so the exception is retrieved here.
@@ -367,7 +367,7 @@ class EnvironmentPool:
 class Episode:
     """An episode, which is closed at the end of `async with`.
 
-    Calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
+    Calls raise EnvironmentFailed if every try fails, and RuntimeError once the pool has ended.
     """
 
     def __init__(self, pool: EnvironmentPool, row: dict[str, Any]):
@@ -378,7 +378,7 @@ class Episode:
         self._key = hashlib.sha256(encoded(row)).digest()
         self._fate = pool.record.begin_episode(self._key)
         self._number = 0
-        """The episode's number in the process."""
+        """Number by which the present process knows the episode."""
         self._failed = False
         self._process_died = False
         """Whether the episode's process ended during the last try."""

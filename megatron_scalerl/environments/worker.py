@@ -60,7 +60,7 @@ class Request:
     response: Response | None = None
     """The policy's response, for a call of step."""
     agent: Agent | None = None
-    """The access to the policy, for a call of run."""
+    """Address and key by which the agent asks the policy, for a call of run."""
 
 
 @record

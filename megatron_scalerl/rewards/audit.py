@@ -22,7 +22,7 @@ _LAST_NUMBER = re.compile(
 _UNFINISHED_TEXT = re.compile(
     r"(?:[\d)}]\s*(?:[-+*/^×÷·(,]|\\times|\\cdot|\\div|\bor\b|\band\b)|\\sqrt\{?|\^\{?)\s*$"
 )
-"""Matches text before a number that is only an operand or an alternative, as in "3 + 4" or "3 or 4"."""
+"""Matches the text before a number that is only an operand or an alternative, as 4 is in "3 + 4" or "3 or 4"."""
 
 
 def confirm_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:

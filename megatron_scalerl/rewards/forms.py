@@ -5,7 +5,7 @@ from typing import Any
 
 
 def forms_of(reference: str, columns: Mapping[str, Any]) -> list[str]:
-    r"""The reference as answers: bare, in a box and in answer tags; and the row's solution, if any.
+    r"""The answers to try: the reference bare, in a box and in answer tags; and the row's solution, if any.
 
     Example:
         >>> forms_of("7", {"solution": "3 + 4 = 7"})

@@ -20,7 +20,8 @@ def length_penalty(tokens: int, section: LengthPenaltySection) -> float:
 
 
 def penalized(score: Score, tokens: int, section: LengthPenaltySection | None) -> Score:
-    """The score after the length penalty. A correct completion stays correct; a wrong completion gets no penalty."""
+    """The score with the length penalty added to the reward. A correct completion stays correct, even with a negative
+    reward; a wrong completion gets no penalty."""
     if section is None or not score.correct:
         return score
     return replace(score, reward=score.reward + length_penalty(tokens, section))

@@ -58,7 +58,7 @@ def limit_process(limits: Limits) -> None:
 
 @contextmanager
 def limited_check(limits: Limits) -> Iterator[None]:
-    """Limit processor time and memory inside the block."""
+    """Context in which processor time and memory of this process are limited."""
     memory = limits.memory_mb
     if memory is not None:
         lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)

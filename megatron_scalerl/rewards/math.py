@@ -323,7 +323,8 @@ def _singular(text: str) -> str:
 
 
 def _says(text: str, name: str) -> bool:
-    """True if a text is only the word `name`, or the letter `name` of a choice, perhaps with the choice's text."""
+    """True if a text is the word `name` and nothing more, or the letter `name` of a choice, with or without the
+    choice's text."""
     bare_text = _unstyled(text)
     letter = _LETTER.match(bare_text)
     return name in (_singular(bare_text), letter and letter[1].casefold())

@@ -60,7 +60,7 @@ _WITHDRAWAL = re.compile(
     r"|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
     r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
 )
-"""Matches words of a later sentence that withdraw the stated answer."""
+"""Matches words that withdraw the stated answer, in a sentence after the statement."""
 _CHANGES_VALUE = re.compile(
     r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|tens|factorial|divided"
     r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?|over|less|added|increased|decreased|reduced|lakh"
@@ -255,7 +255,7 @@ def compact_form(text: str) -> str:
 
 
 def _comparison_form(text: str) -> str:
-    """A text in `compact_form`, in which a/b replaces fractions and quotients."""
+    """A text in `compact_form`, with all fractions and quotients written as a/b."""
     text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _quotient_text, text)
     return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", compact_form(text))
 

@@ -94,7 +94,7 @@ _Kind = tuple[bool, bool]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Check:
-    """An outstanding check; all callers of identical checks await `score`."""
+    """A check in progress; callers of an identical check also await `score`."""
 
     score: asyncio.Task[Score]
     callers: int = 0
@@ -226,7 +226,7 @@ class VerifierPool:
                 del self._outstanding[key]
 
     async def _check(self, key: bytes, request: bytes, forms: Sequence[bytes]) -> Score:
-        """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost.
+        """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost if lost.
 
         forms: requests to check the row's reference itself, in several forms.
         """
@@ -251,7 +251,7 @@ class VerifierPool:
         return score
 
     async def _first_try(self, request: bytes) -> Outcome:
-        """The outcome of a check's first try; records when a successful try began. Raises CompletionLost."""
+        """The outcome of a check's first try (`_try`). If the try gave a reward, records when the try began."""
         begins = [0.0]
         clock = asyncio.get_running_loop().time
         self._first_tries += 1

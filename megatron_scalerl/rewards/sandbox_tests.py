@@ -270,7 +270,7 @@ _BEGIN_HOOK = "_assertion_has_begun_"
 _VERDICT_HOOK = "_assertion_was_evaluated_"
 _CALL_HOOK = "_assertion_was_called_"
 _AWAIT_HOOK = "_awaitable_"
-"""Names of hooks that the instrumented text of the tests calls."""
+"""Names of the functions whose calls `_instrumented_tree` adds to the tests."""
 VERDICTS: list[list[bool]] = []
 """For each assertion that began, [whether the assertion held]; tests that catch an exception change no verdict."""
 
@@ -283,7 +283,7 @@ def _new_verdict() -> list[bool]:
 
 
 def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
-    """Record and return whether an assertion held. verdict: None where the tests expect an exception."""
+    """Record and return whether an assertion held. verdict: None inside a block that expects an exception."""
     verdict = verdict or _new_verdict()
     verdict[0] = bool(value)
     return verdict[0]

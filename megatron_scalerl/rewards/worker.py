@@ -296,7 +296,7 @@ def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an exception or of the exception's response, None without a status."""
+    """The HTTP status in an exception or in the exception's response; None without a status."""
     for name in ("status_code", "status"):
         for place in (error, getattr(error, "response", None)):
             try:

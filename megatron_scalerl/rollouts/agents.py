@@ -59,7 +59,7 @@ CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
 """Largest size of a request's body (bytes)."""
 BODY_S = 60.0
-"""Time limit for the arrival of a request's body, and of the next request on an open connection (s)."""
+"""Time limit for a request's body to arrive, and time after which an idle connection is closed (s)."""
 TOKEN_BYTES = 16
 """Largest size of a request's body for each token of a context (bytes), in addition to OTHER_BYTES.
 
@@ -115,7 +115,7 @@ Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
 
 @record
 class Conversation:
-    """A conversation up to and with a turn of the policy, whose token ids are known."""
+    """A conversation that ends with a turn of the policy. The token ids of the whole conversation are known."""
 
     messages: tuple[list[Message], ...] = ()
     """[turns] the environment's messages before each turn of the policy."""
@@ -133,7 +133,7 @@ class _Job:
     tools: str = "[]"
     """The tools as JSON."""
     conversation: Conversation = Conversation()
-    """The known conversation, extended by the new messages of the request."""
+    """The longest known conversation that the request continues, with the request's new messages added."""
     digest: Any = None
     """Hash object of tools and messages; `_message` adds the policy's answer."""
 
@@ -246,7 +246,7 @@ class Session:
         return self._agent
 
     def end(self) -> None:
-        """End the try: the key becomes unknown, and requests in progress are cancelled."""
+        """End the try: from now on the server refuses the key, and requests in progress are cancelled."""
         self._sessions.pop(self._agent.api_key, None)
         for handler in self._handlers:
             handler.cancel()

@@ -12,7 +12,7 @@ from megatron_scalerl.engine.membership import Membership
 
 
 class EngineLoads:
-    """The number of completions in flight on each engine. Not safe for several threads."""
+    """The number of completions in flight on each engine. Only one thread may call the methods."""
 
     def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int):
         """max_in_flight: largest number of completions in flight per engine."""
@@ -21,7 +21,7 @@ class EngineLoads:
         self._max_in_flight = max_in_flight
         self._completions: Counter[EngineClient] = Counter()
         self._idle_since: float | None = None
-        """Start of the idle time (monotonic seconds); None while an engine has work, or no engine serves."""
+        """Value of time.monotonic() at the start of idle time; None while an engine has work, or no engine serves."""
         self._idle_seconds = 0.0
         """Idle time that ended before `_idle_since`, counted since the last call of `take_idle_seconds` (s)."""
 

@@ -171,7 +171,8 @@ class StalenessGate:
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """Count a scored group as ready; the version of the group's oldest first token decides the deadline."""
+        """Count a scored group as ready. first_token_version: oldest version of a completion's first token, which
+        decides the deadline."""
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= earliest, f"group {group_id}: the first token is older than its start"
@@ -179,7 +180,7 @@ class StalenessGate:
         self._ready[group_id] = deadline
 
     def drop(self, group_id: int) -> None:
-        """Discard a group in flight, which will not start again."""
+        """Discard a group in flight. The group does not start again, or starts later as a new group."""
         del self._in_flight[group_id]
 
     def abandon(self, group_id: int) -> None:

@@ -31,7 +31,7 @@ class ListedGroup:
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
-    """The finished groups of a run that are still stored. Raises ValueError, naming the file, for damage."""
+    """The finished groups of a run whose segments are not deleted. Raises ValueError, naming the file, for damage."""
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
         raise ValueError(f"{run_dir}: there is no folder rollouts inside; name the folder of a run")

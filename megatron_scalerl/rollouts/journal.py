@@ -72,7 +72,7 @@ class Journal:
     ):
         """history: the events in the journal so far; None: read here. policy: the recipe's `checkpoint.rollouts`.
 
-        Raises OSError, and ValueError as `read_history`.
+        Raises OSError if a file cannot be opened, and ValueError as `read_history`.
         """
         self.run_dir = run_dir
         self._folder = self.run_dir / "rollouts"

@@ -85,7 +85,8 @@ class Plans:
     """Makes the requests to engines, and the rule by which answers are found in completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
-        """Raises ValueError if think tag or phrase change in an encode-decode round trip, or end a sequence."""
+        """Raises ValueError if encoding and decoding change the think tag or the phrase, or if a token of the phrase
+        ends a sequence."""
         self._recipe = recipe
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
         self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)

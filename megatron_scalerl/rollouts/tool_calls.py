@@ -30,7 +30,7 @@ class _UnreadableCall(Exception):
 
 
 def _json(text: str) -> Any:
-    """Parse JSON. Raises ValueError or RecursionError, and _UnreadableCall for a repeated key."""
+    """Parse JSON. Raises ValueError or RecursionError for invalid JSON, and _UnreadableCall for a repeated key."""
     return json.loads(text, object_pairs_hook=_table)
 
 
@@ -55,7 +55,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
-    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the allowed sets of KEY."""
+    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the sets of keys, besides name, that are allowed."""
     call = _json(text)
     if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
         raise _UnreadableCall("malformed_structure")

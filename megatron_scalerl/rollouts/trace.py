@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def shared(self) -> list[int | None]:
-        """For each part, the number of tokens of the group's prompt at the part's beginning; None: the whole prompt."""
+        """For each part, the number of the prompt's tokens with which the part begins; None: the whole prompt."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
     def begins(self, context: list[int]) -> int:
