@@ -158,7 +158,7 @@ class Verifiers:
     server: Server | None = None
 
     async def run(self, row: Table, agent: Agent) -> tuple[float, Table]:
-        """(reward, metrics) of a run of the row's task. Raises LibraryFailed, or ConnectionError if the server ends."""
+        """(reward, metrics) of a run of the row. Raises LibraryFailed, or ConnectionError if the server ends."""
         headers = {**self.client.get("headers", {}), ROUTE_HEADER: agent.route_key}
         request = {
             "task_data": row["task_data"],
