@@ -175,7 +175,7 @@ def vllm_options() -> frozenset[str]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
-    assert {"max_model_len", "middleware"} <= names, f"vLLM defines no options in {list(classes)}"
+    assert {"max_model_len", "middleware"} <= names, f"unknown version of vLLM: no options in {list(classes)}"
     return frozenset(names)
 
 

@@ -107,7 +107,7 @@ class Server:
                 async with race(self._read(), process.wait()) as (reading, _):
                     if reading.done():
                         reading.result()
-                    raise ProcessDied("its process exited")
+                    raise ProcessDied("the server's process exited")
             finally:
                 if process.returncode is None:
                     process.send_signal(END)

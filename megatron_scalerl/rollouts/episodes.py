@@ -249,7 +249,7 @@ class EpisodeSampler(Sampler):
         """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
-            raise LimitReached(f"a context of {len(context)} tokens fills environment.episode_tokens")
+            raise LimitReached(f"a context of {len(context)} tokens leaves no room in environment.episode_tokens")
         if not trace.begins(context):
             raise EnvironmentFailed(
                 "prompts.chat_template: a conversation begins with another token than the episode's prompt",
