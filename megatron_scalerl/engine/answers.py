@@ -20,9 +20,9 @@ from megatron_scalerl.types import CompletionLost, ExpertChoices
 T = TypeVar("T")
 
 PROGRESS_PATH = "/msrl/progress"
-"""HTTP path on which the middleware of `engine.vllm_plugin` reports the token counts of the engine's cores."""
+"""HTTP path of the token counts of the engine's cores, which the middleware of `engine.vllm_plugin` reports."""
 ADAPTER = "adapter"
-"""Name of the policy's adapter in engines whose weight updates contain only the adapter."""
+"""Name of the policy's LoRA adapter in the engine, if weight updates contain only the adapter."""
 REFUSED = "refused: "
 """Prefix of a worker's answer that says why the trainer's tensors do not fit the worker's model."""
 MISSING_LOGPROB = -9999.0
@@ -48,11 +48,11 @@ class EngineInfo:
     """The configuration and the weights of an engine, as the engine's workers report them."""
 
     vocab_size: int
-    """Number of logits per token, as measured in a probe."""
+    """Number of logits per token, counted in logits that the engine computes for a test."""
     dtype: str
     """Configured type of the weights: float32 or bfloat16."""
     head_dtype: str
-    """Precision of the projection to logits, float32 or bfloat16, measured on the logits of a probe."""
+    """Precision of the projection to logits, float32 or bfloat16, measured on logits that are computed for a test."""
     logprobs_mode: str
     max_model_len: int
     """Largest number of tokens of prompt and completion together."""
@@ -62,9 +62,9 @@ class EngineInfo:
     weight_version: str
     """Label of the weights in use: a policy version as text."""
     weight_digests: tuple[str, ...]
-    """[workers] digest of the bytes that each worker received in the last update; empty before the first update."""
+    """For each worker, the digest of the bytes received in the last weight update; empty before any update."""
     attention_temperature: bool | None = None
-    """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
+    """Whether layers without RoPE scale queries by position; None if the policy has only layers with RoPE."""
 
 
 @record
@@ -123,7 +123,7 @@ class _Answer(msgspec.Struct):
 
 
 def decode(content: bytes, kind: type[T], source: str) -> T:
-    """Decode JSON into an object of type `kind`. Raises EngineError for any other content.
+    """Decode JSON into an object of type `kind`. Raises EngineError if the content is no JSON of this type.
 
     source: engine and path, for the message.
     """
@@ -134,7 +134,7 @@ def decode(content: bytes, kind: type[T], source: str) -> T:
 
 
 def convert(value: Any, kind: type[T], source: str) -> T:
-    """Convert decoded JSON to type `kind`. source: engine and path, for the message. Raises EngineError."""
+    """Convert decoded JSON to type `kind`, or raise EngineError. source: engine and path, for the message."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
@@ -147,8 +147,8 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> 
     """The completion in the response to a generation request.
 
     plan: the request's interruption plan, None for a request without a plan. seed: the request's sampling seed.
-    source: engine and path, for the message. Raises EngineError, and CompletionLost (`no_logprobs`) if a sampled
-    token has no log-probability.
+    source: engine and path, for the message. Raises EngineError for a malformed response, and CompletionLost
+    (`no_logprobs`) if a sampled token has no log-probability.
     """
     answer = decode(content, _Answer, source)
     if len(answer.choices) != 1:
@@ -157,7 +157,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> 
 
 
 def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tuple[float, ...]:
-    """[T - 1] the log-probs (nats) of token_ids[1:], read from the response to a scoring request. Raises EngineError.
+    """[T - 1] the log-probs (nats) of token_ids[1:], from a response to a scoring request; EngineError if malformed.
 
     token_ids: [T] the prompt. source: engine and path, for the message.
     """
@@ -174,7 +174,7 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tu
 
 
 def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
-    """The completion in one choice of a response. Raises as `completion`, which also explains the arguments."""
+    """The completion in a choice of a response. `completion` explains the arguments, and raises the same errors."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept_length = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
@@ -235,12 +235,12 @@ def _unusable(token: _Token) -> str:
 def _expert_choices(encoded: str, source: str) -> ExpertChoices:
     """Decode expert choices: vLLM sends a base64 .npy array [P + T - 1 tokens, L layers, K experts per token].
 
-    P and T are the tokens of prompt and completion. Raises EngineError for any other content.
+    P and T are the numbers of tokens of prompt and completion. Raises EngineError if the text is no such array.
     """
     try:
         array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
     except Exception as err:
-        # The array's header is a Python literal, and parsing a broken literal raises almost any error.
+        # The header of a .npy array is a Python literal; numpy raises errors of many types for a broken literal.
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise EngineError(f"{source}: routed_experts: the text is not a base64 .npy array ({reason})") from None
     if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
@@ -249,12 +249,12 @@ def _expert_choices(encoded: str, source: str) -> ExpertChoices:
         )
     _, layers, topk = array.shape
     width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
-    # The bytes are little-endian on every host, since other processes and the journal get the bytes.
+    # The bytes are little-endian on every host, since the rollout store and further processes get the bytes.
     return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int, source: str) -> np.ndarray:
-    """[T] int64 policy version of each token. Raises EngineError unless the spans cover all tokens in order."""
+    """[T] int64 policy version of each token. Raises EngineError if the spans do not cover all tokens in order."""
     versions = np.empty(length, dtype=np.int64)
     end = 0
     for span in spans or []:

@@ -1,8 +1,8 @@
 """Makes the TLS certificate of engines on other hosts: a new certificate at every start of a run.
 
-The certificate is self-signed, and the controller's clients trust no other: whoever answers in the certificate's name
-holds the private key. Host names are not compared: a pinned key says more. The agents receive certificate and key
-over an encrypted socket (`launch.agents`).
+The certificate is self-signed, and the controller's clients trust this certificate alone, so a server that passes the
+check holds the private key. Host names are not compared, since a name proves less than the key. The agents on the
+hosts receive certificate and key over an encrypted socket (`launch.agents`).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 """The date that means "no well-defined expiration date" in RFC 5280 (4.1.2.5).
 
-A certificate is used for one start of a run only, and must not expire because a clock is wrong.
+A certificate is used for one start of a run only, and must not count as expired on a host whose clock is wrong.
 """
 
 
@@ -36,7 +36,7 @@ class Certificate:
         """A client's TLS context that trusts this certificate alone."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The certificate is pinned, so the host name proves nothing more.
+        # The client accepts this certificate alone, so the host name would prove nothing more.
         context.check_hostname = False
         context.load_verify_locations(cadata=self.certificate)
         return context
@@ -44,7 +44,7 @@ class Certificate:
 
 def make_certificate() -> Certificate:
     """A new self-signed certificate, which cannot sign other certificates."""
-    # The import is here because only a run on several hosts needs the package.
+    # The import is here because only a run on several hosts needs the package cryptography.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -74,8 +74,8 @@ def make_certificate() -> Certificate:
 def certificate_arguments(certificate: Certificate | None) -> Iterator[list[str]]:
     """Context with vLLM's command-line arguments for TLS; an empty list without a certificate.
 
-    The arguments name files that only this user can read. The end of the block deletes the files, which a running
-    server needs no more.
+    The arguments name files that only this user can read. The end of the block deletes the files, which the server
+    has to have read by then.
     """
     arguments: list[str] = []
     with private_folder() as folder:

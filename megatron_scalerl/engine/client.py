@@ -1,8 +1,9 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no timeout until the response begins:
-`engine.watchdog` detects an engine that stops producing tokens, `launch.process` an engine that exits, and `abort`
-then ends every request. A response's body is limited in time.
+Every request carries the run's secret. The wait for the response to a generation has no time limit. Instead,
+`engine.watchdog` detects an engine that stops producing tokens, and `launch.process` an engine that exits; then the
+engine is evicted, and `abort` ends every request. The body of a response has to arrive within
+engine.stall_timeout_s.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
 }
 """Sampling parameters of every request: sample from softmax(logits / temperature), as the trainer computes.
 
-So no default of the policy's generation_config.json, or of a later vLLM, has an effect.
+All parameters are sent, so that defaults of the policy's generation_config.json or of a later vLLM have no effect.
 """
 
 
@@ -74,12 +75,12 @@ class SamplingSpec:
     """The settings with which one completion is sampled."""
 
     max_tokens: int
-    """Largest number of tokens of the completion; a lower limit of the interruption plan takes precedence."""
+    """Largest number of tokens of the completion; the limit of the interruption plan counts if lower."""
     temperature: float = 1.0
     """Sampling temperature; 0 always takes the likeliest token."""
     seed: int = 0
     seeded: bool = True
-    """Whether the engine gets the seed (`options.training_seeds`); otherwise `seed` is only recorded."""
+    """Whether the request sends `seed` to the engine (`options.training_seeds`); if not, `seed` is only recorded."""
     interruption: Plan | None = None
     """Plan for the forced end of thinking. None: nothing is forced, and only `max_tokens` limits the completion."""
     priority: int = 0
@@ -87,23 +88,23 @@ class SamplingSpec:
     end_ids: tuple[int, ...] = ()
     """Token ids that end the completion, besides the plan's end token and the end tokens in the policy's folder."""
     stop: tuple[str, ...] = ()
-    """Stop strings, which end the completion. The completion contains the tokens of the stop string."""
+    """Stop strings: the completion ends with the first stop string, whose tokens the completion contains."""
     ignore_eos: bool = False
-    """Whether to generate until the budget even after an end token, for measurements."""
+    """Whether to generate `max_tokens` tokens even after an end token, for measurements of speed."""
 
 
 class Decoder(Protocol[T_co]):
     """Interface of an object that decodes the response to a generation request into a completion."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A context in which one response body is read and decoded; the slots bound the bodies in memory."""
+        """A context in which the caller reads and decodes one response body. Few slots keep few bodies in memory."""
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
-        """Decode a body to (completion, number of tokens). Arguments and errors are those of `answers.completion`."""
+        """Decode a body to (completion, number of tokens). Takes and raises the same as `answers.completion`."""
 
 
 class _DecoderInProcess:
-    """Decodes in this process, for checks of few completions, since decoding blocks the event loop for 30 ms."""
+    """Decodes in this process, which blocks the event loop for 30 ms; used by checks that need few completions."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
@@ -146,9 +147,9 @@ class EngineClient:
     ):
         """Create a client of the engine at `url`: http://host:port, or https://host:port with `tls`.
 
-        tls: the context that trusts the server's certificate. name: used in error messages. settings: None for the
-        defaults. adapter: requests use the policy's LoRA adapter, which alone is updated, on the weights in the
-        policy's folder.
+        tls: the context that trusts the server's certificate. name: name of the engine for error messages. settings:
+        None for the defaults. adapter: weight updates change only the policy's LoRA adapter, which all requests use,
+        on top of the weights in the policy's folder.
         """
         self.url = url.rstrip("/")
         self._tls = tls
@@ -207,8 +208,8 @@ class EngineClient:
         """Generate a completion; returns the result of `decoder`, by default a Rollout decoded in this process.
 
         Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
-        log-probabilities, or if no decoder process decodes the response. Raises EngineError for any other failure,
-        and after engine.max_lost_in_a_row completions in a row without log-probabilities.
+        log-probabilities, or if no decoder process can decode the response. Raises EngineError for all further
+        failures, and for the last of engine.max_lost_in_a_row completions in a row without log-probabilities.
         """
         params = _sampling(sampling)
         body = self._salted({"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority})
@@ -216,14 +217,14 @@ class EngineClient:
             with contextlib.ExitStack() as generating:
                 generating.enter_context(self._generating())
                 async with self._response("POST", _GENERATE, body) as response:
-                    # The engine has finished generating, so no later delay counts against the engine.
+                    # The engine has finished generating: delays from here on do not look like a hanging engine.
                     generating.close()
                     await slot.enter_async_context(decoder.slot())
                     content = await self._content(response)
             return await self._counted(decoder, content, sampling)
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
-        """Decode a response. Raises EngineError after too many completions in a row without log-probabilities."""
+        """Decode a response. Raises EngineError after engine.max_lost_in_a_row answers without log-probabilities."""
         source = self._source(_GENERATE)
         try:
             decoded, tokens = await decoder.decode(
@@ -249,25 +250,28 @@ class EngineClient:
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
-        # The engine generates one token for a scoring request.
+        # A scoring request also generates one token, as max_tokens is 1.
         self.received_tokens += 1
         return prompt_logprobs(content, token_ids, self._source(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request with the model and the cache salt of the present weights.
+        """The body of a request, with model name and cache salt added.
 
-        So only requests since the last weight update share cached prefixes.
+        The salt changes with every weight update, so that no request uses a prefix cached under earlier weights.
         """
         return body | self._model | self._salt
 
     async def progress(self) -> EngineProgress:
-        """The server's token and request counts for the engine's cores, which are not asked. Raises EngineError."""
+        """The server's own counts of tokens and requests for each core, known even if a core hangs.
+
+        Raises EngineError.
+        """
         progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._source(PROGRESS_PATH))
         self.produced_tokens = progress.tokens
         return progress
 
     async def info(self) -> EngineInfo:
-        """Configuration and weights, as reported by the engine's workers. Raises EngineError."""
+        """Configuration and weights that the engine's workers report. Raises EngineError if the engine fails."""
         answers = await self.rpc("msrl_info")
         world = decode(await self.get("/get_world_size"), _WorldSize, self._source("/get_world_size"))
         label = decode(await self.get("/weight_info"), _WeightInfo, self._source("/weight_info"))
@@ -280,7 +284,7 @@ class EngineClient:
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, source)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker, and return the workers' answers in rank order. Raises EngineError."""
+        """Call a method of every worker; returns the answers in rank order. Raises EngineError if the call fails."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
         if not body:
             return []
@@ -306,16 +310,16 @@ class EngineClient:
 
     def note_version(self, version: int) -> None:
         """Change the salt of cached prefixes, since the engine now has the weights of this policy version."""
-        # The salt has a random part, since a trainer that starts again from a checkpoint reaches the same versions
-        # again.
+        # The salt has a random part, since a trainer that starts again from a checkpoint repeats version numbers with
+        # different weights.
         self._salt = {"cache_salt": f"{version}-{secrets.token_hex(8)}"}
 
     async def get(self, path: str) -> bytes:
-        """The body of the response to a GET request. Raises EngineError."""
+        """The body of the response to a GET request. Raises EngineError if the request fails."""
         return await self._request("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
-        """The body of the response to a POST request with JSON. Raises EngineError."""
+        """The body of the response to a POST request with JSON. Raises EngineError if the request fails."""
         return await self._request("POST", path, body, query)
 
     @contextlib.contextmanager
@@ -338,18 +342,18 @@ class EngineClient:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Context with the response to a request, entered once the header has arrived.
+        """Context with the response to a request, entered once the response's header has arrived.
 
-        Raises EngineLost once `abort` is called, and EngineError for any other failure.
+        Raises EngineLost once `abort` is called, and EngineError if the connection fails.
         """
-        # The client is closed, and must not open a session again.
+        # An aborted client may be closed already, and must not open a new session.
         if self._aborted is not None:
             raise EngineLost(f"{self.name}: {self._aborted}")
         data = None if body is None else _encode(body)
         headers = {}
         if path != _GENERATE:
-            # After an internal error the server drops the connection, and the next request on the connection would
-            # fail. So only generations, which are many, reuse connections.
+            # After an internal error the server drops the connection, on which a later request would fail. So only
+            # generations, for which many new connections would cost time, reuse connections.
             headers["Connection"] = "close"
         try:
             async with (
@@ -365,7 +369,7 @@ class EngineClient:
             raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
 
     async def _content(self, response: aiohttp.ClientResponse) -> bytes:
-        """Read a response's body. Raises EngineError for any status but 200, and after engine.stall_timeout_s."""
+        """Read a response's body. Raises EngineError after engine.stall_timeout_s, and if the status is not 200."""
         path = response.url.path
         try:
             async with time_limit(self._body_timeout_s):
@@ -385,7 +389,7 @@ class EngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600, ssl=self._tls or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
-                # Decompression could turn a small response into a large one.
+                # No decompression: a small compressed response could become too large for the memory.
                 auto_decompress=False,
             )
         return self._session

@@ -3,8 +3,8 @@
     validate_params (server) --> add_request: a plan enters a slot --> apply_staged_writes: the slot's row is written
     --> apply, once per step: finds rows whose thinking ends, and forces tokens
 
-The rules of `engine.interruption.Forcing` apply, here to all rows of a batch at once. The host waits for the device
-only where a request enters a slot. vLLM's server process also loads the class, to validate requests.
+The rules are those of `engine.interruption.Forcing`, applied to all rows of a batch at once. The host waits for the
+device only when a request enters a slot. vLLM's server process also loads the class, to validate requests.
 """
 
 from typing import Any, ClassVar
@@ -20,13 +20,13 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 from megatron_scalerl.engine.interruption import Plan
 
 _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
-"""Columns of the table with a row for each request slot. A cut of -1: the request in the slot has no plan."""
+"""Columns of `ForcedTokens._table`, which has a row per request slot. The cut is -1 for a request without a plan."""
 
 
 class ForcedTokens(LogitsProcessor):
     """Forces tokens as the requests' interruption plans say, for all rows of a batch at once.
 
-    All requests of an engine share phrase, closing tag and end token.
+    All requests of an engine have the same phrase, closing tag and end token.
     """
 
     _words: ClassVar[tuple[Any, ...] | None] = None
@@ -41,9 +41,9 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check the plan of a request; the server answers an error with status 400.
+        """Check the plan of a request; the server answers a ValueError with status 400.
 
-        Raises ValueError for an invalid plan, and if phrase, closing tag or end token differ from an earlier plan.
+        Raises ValueError for an invalid plan, and if phrase, closing tag or end token differ from an earlier plan's.
         """
         plan = Plan.from_extra_args(sampling_params.extra_args)
         if plan is not None:
@@ -59,9 +59,9 @@ class ForcedTokens(LogitsProcessor):
         return plan is not None
 
     def apply_staged_writes(self) -> None:
-        """Write the table rows of slots that new requests have entered.
+        """Write the table rows of slots that requests have entered since the last call.
 
-        A request that was preempted already has tokens, from which the end of thinking is found.
+        A request that enters again after a preemption already has tokens, in which the end of thinking is searched.
         """
         if not self._new_plans:
             return
@@ -118,10 +118,10 @@ class ForcedTokens(LogitsProcessor):
         row = self._table[slots]
         cut = row[:, _CUT]
         start = row[:, _ANSWER_START]
-        # [rows] tokens of each completion so far.
+        # [rows] number of tokens of each completion so far
         length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]
         width = len(self._tag)
-        # Positions before the completion are clamped; the condition `length >= width` discards their result.
+        # Positions before the start of the text become 0; `length >= width` below discards matches across the prompt.
         positions = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
         last = self._states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)].long()
         closed = self._tag[torch.arange(width, device=logits.device), last].all(dim=1)

@@ -1,10 +1,10 @@
-"""Forced interruption: where thinking is cut, which token is forced next, and which tokens were forced.
+"""Forced interruption of thinking: the cut, the token to force next, and the tokens that were forced.
 
 Khatri et al. 2025, arXiv 2510.13786, section 2 ("Forced interruptions"): a completion that is still thinking
 after a random number of tokens gets a phrase that ends thinking, and then a budget for the answer.
 
-The same rules run in two processes: `Forcing` in vLLM's workers while a completion grows (O(1) per token), `tag` in
-the controller on the finished completion. Both depend on tokens and plan alone, and so agree (property test).
+Two processes apply the same rules: `Forcing` in vLLM's workers while a completion grows (O(1) per token), and `tag`
+in a decoder process on the finished completion. Both depend on tokens and plan alone, and so agree, as a test checks.
 
     natural end   the whole closing tag is within the first `cut` tokens
     forced end    otherwise, after `cut` tokens: `phrase_ids` follow, one after another
@@ -30,9 +30,9 @@ _EXTRA_ARG = "msrl_interruption"
 
 
 def draw_cut(seed: int, group_id: int, index: int, lower_bound: int, upper_bound: int) -> int:
-    """Draw the number of thinking tokens after which a completion is interrupted, uniform between the bounds.
+    """Draw the number of thinking tokens after which a completion is interrupted, uniform between the two bounds.
 
-    Both bounds are included. Equal arguments give an equal number.
+    The number may equal either bound. Equal arguments give an equal number.
     """
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(lower_bound, upper_bound)
 
@@ -48,9 +48,9 @@ class Plan:
     think_end_ids: tuple[int, ...]
     """Token ids of the closing tag of thinking, at least one id."""
     think_end_first: frozenset[int] = frozenset()
-    """Token ids accepted in place of the tag's first token, see `tag_variants`."""
+    """Ids of tokens with more text that count as the tag's first token (`tag_variants`)."""
     think_end_last: frozenset[int] = frozenset()
-    """Token ids accepted in place of the tag's last token, see `tag_variants`."""
+    """Ids of tokens with more text that count as the tag's last token (`tag_variants`)."""
     answer_budget: int
     """Largest number of tokens after a forced end of thinking, the policy's end of sequence included."""
     whole_budget: int | None = None
@@ -62,12 +62,12 @@ class Plan:
     """Id of the token that ends a sequence."""
 
     def __post_init__(self) -> None:
-        # A user's mistakes were refused by the recipe and `plan_ids`, so these conditions hold.
+        # The recipe and `plan_ids` have refused mistakes of a user: a failure here is a defect of this package.
         assert self.cut >= 1 and self.answer_budget >= 1, self
         assert self.ends_thinking(self.phrase_ids, len(self.phrase_ids)), self
 
     def ends_thinking(self, tokens: Sequence[int] | np.ndarray, end: int) -> bool:
-        """True if the tokens before index `end` end with the closing tag."""
+        """True if the last tokens before index `end` are the closing tag."""
         return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
 
     def thinking_end(self, tokens: np.ndarray) -> int | None:
@@ -88,7 +88,7 @@ class Plan:
     def max_tokens(self) -> int:
         """Largest number of tokens of a completion under this plan, the forced end of sequence included.
 
-        `Recipe.longest_sequence` bounds this number for all plans of a run.
+        `Recipe.longest_sequence` takes the largest number of all plans of a run into account.
         """
         interrupted = self.cut + len(self.phrase_ids) + self.answer_budget
         return max(interrupted, self.whole_budget or 0) + 1
@@ -114,9 +114,9 @@ class Plan:
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(token ids of `phrase + think_end`, token ids of `think_end`) in a Hugging Face tokenizer.
 
-    The two texts are encoded together, as in the warm start's examples: Llama 3 merges the space before the tag and
-    the tag's first characters into one token. If this encoding loses a space, as before a tag that is an added token
-    with `lstrip`, each text is encoded alone. Raises ValueError if neither encoding decodes to the text.
+    Phrase and tag are encoded together, as in the examples of a warm start: Llama 3 merges the space before the tag
+    and the tag's first characters into one token. If the common encoding loses a space, as before a tag that is an
+    added token with `lstrip`, each text is encoded alone. Raises ValueError if neither encoding decodes to the text.
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
@@ -170,8 +170,9 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
     """(token ids accepted in place of the tag's first token, token ids accepted in place of the tag's last token).
 
     A tag of several tokens may share a token with the text beside the tag: Llama 3 encodes the end of "</think>" and
-    a blank line as one token, which then closes the tag like the plain token. A token with letters has no variants,
-    since a longer token is another word. The space mark of SentencePiece at a text's beginning is no part of the tag.
+    a blank line as one token, which is accepted in place of the tag's last token. If the tag's first or last token
+    has letters, no variants are accepted, since a longer token would be a different word. The mark with which
+    SentencePiece begins a text is no part of the tag.
     """
     if len(think_end_ids) < 2:
         return frozenset(), frozenset()
@@ -193,10 +194,10 @@ def _is_mark(piece: str) -> bool:
 
 
 class Forcing:
-    """Says which token is forced next on a growing completion. Call `next_token` before each token is sampled.
+    """Says which token is forced next on a growing completion. The caller asks `next_token` before each new token.
 
-    Each token is read once, so the list of tokens may only grow between two calls. After a preemption or a pause,
-    another list with the same tokens may be passed.
+    Each token is read only once, so a later call has to pass the same tokens and the tokens after them. The list may
+    be a new object, as after a preemption or a pause.
     """
 
     __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
@@ -243,7 +244,7 @@ class Tags:
     """Which tokens of a finished completion were forced, and how the completion ended."""
 
     loss_mask: np.ndarray
-    """[kept_length] bool, False where a token was forced."""
+    """[kept_length] bool, False for a forced token."""
     interrupted: bool
     """Whether thinking was interrupted, that is the phrase was forced."""
     truncated: bool
@@ -257,8 +258,8 @@ class Tags:
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
     """Find out which tokens of a finished completion were forced, and how the completion ended.
 
-    token_ids: [T] as the engine returned the completion, the forced end of sequence included. Raises ValueError if
-    the engine did not force the plan's tokens, since the engine lacks the plugin or had another plan.
+    token_ids: [T] the completion as returned by the engine, with a forced end of sequence. Raises ValueError if the
+    engine did not force the plan's tokens: the engine lacks the plugin, or got a different plan.
     """
     tokens = np.asarray(token_ids)
     length = kept_length = len(tokens)

@@ -1,6 +1,6 @@
-"""Which engines take work: the state of each engine, and an epoch that every change of a state increments.
+"""Records which engines take work: the state of each engine, and an epoch that every change of a state increments.
 
-A new policy version of an engine that goes on serving is no change of state.
+If an engine that serves gets a new policy version, the state does not change.
 
     starting --> stale --> serving --> draining --> lost --> starting ...
                  | ^         | |           ^
@@ -39,11 +39,11 @@ class EngineState(enum.StrEnum):
     SERVING = "serving"
     """The engine holds the current policy version and takes requests."""
     HELD = "held"
-    """The engine keeps an older policy version for a measurement: no new rollouts and no weight update."""
+    """The engine keeps an older policy version for a validation, and gets no new rollouts and no weight update."""
     DRAINING = "draining"
     """The engine is evicted: requests are aborted and processes are being ended."""
     LOST = "lost"
-    """The engine has no process, and is started again unless given up."""
+    """The engine has no process. The launcher starts the engine again, unless the engine is given up."""
 
 
 _ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
@@ -67,17 +67,18 @@ class Member:
     restarts: int = 0
     """Number of times that the engine was started again."""
     lost_tokens: int = 0
-    """Number of tokens that evicted servers of this engine generated in vain, as no client received the tokens."""
+    """Number of tokens that this engine generated before evictions, and that no client received."""
     given_up: bool = False
-    """True if the engine will not be started again."""
+    """True if the launcher will not start the engine again."""
     joined: bool = False
     """True for an engine that joined the run later, and may leave and come back under the same name."""
     teacher: bool = False
-    """True for a teacher, which keeps the same weights and takes no rollouts."""
+    """True for a teacher: an engine with a teacher's weights, which gets no weight updates and no rollouts."""
     devices: float = 0
     """Number of devices (GPUs) that the run holds for the engine; a device shared with the trainer counts half.
 
-    An engine that joined holds devices while present, any other engine until given up and the host is gone.
+    An engine that joined holds devices while present. Every further engine holds devices until the engine is given up
+    and the host is gone.
     """
 
 
@@ -104,7 +105,7 @@ class Membership:
         """
         self.epoch = 0
         self.on_devices: Callable[[float], None] = lambda count: None
-        """Called with every new value of `devices`, after the member has changed; must return at once."""
+        """This class calls the function with every new value of `devices`; the function must return at once."""
         self._minimum = minimum
         self._supervised = True
         self._record = record
@@ -172,7 +173,7 @@ class Membership:
     def add(self, name: str, devices: int) -> int:
         """Add an engine that joins the run, and whose server is being started; returns the engine's number.
 
-        An engine that joins again keeps the earlier number. No present engine may have the name.
+        An engine that joins again keeps the earlier number. The caller ensures that no present engine has the name.
         """
         names = [member.name for member in self._members]
         if name not in names:
@@ -192,7 +193,7 @@ class Membership:
     def join(self, index: int, client: EngineClient) -> None:
         """Record that the server of engine `index` answers through `client`.
 
-        The engine is stale: requests are sent after a weight update.
+        The engine becomes stale: the stream sends requests only after a weight update.
         """
         self._set(index, state=EngineState.STALE, client=client, reason="", version=None)
 
@@ -205,7 +206,7 @@ class Membership:
             self._set(index, state=EngineState.SERVING, version=version)
 
     def hold(self, client: EngineClient) -> None:
-        """Let a serving engine keep the present policy version, without new rollouts and weight updates.
+        """Let a serving engine keep the present policy version: the engine gets no new rollouts and weight updates.
 
         Requests in flight go on.
         """
@@ -265,7 +266,7 @@ class Membership:
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is evaluated now and after each change of an engine's state."""
+        """Wait until `condition` holds. Evaluates the condition now and after each change of an engine's state."""
         while not condition():
             await self._changed.wait()
 
@@ -278,7 +279,7 @@ class Membership:
         """Wait until fewer engines than `minimum` are left or a teacher is given up; then raise EngineDied."""
         await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
         if self.left >= self._minimum:
-            raise EngineDied(f"algorithm.teachers: a teacher is not started again ({self.given_up_because})")
+            raise EngineDied(f"algorithm.teachers: a teacher has ended for good ({self.given_up_because})")
         raise EngineDied(
             f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
@@ -294,7 +295,7 @@ class Membership:
 
     @property
     def given_up_because(self) -> str:
-        """Names of the engines that are given up, each with the reason, in one line."""
+        """One line with the name of each engine that is given up, and the reason."""
         return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
 
     def _clients(self, *states: EngineState) -> list[EngineClient]:
@@ -318,15 +319,15 @@ class Membership:
         member = self._members[index] = replace(member, epoch=self.epoch)
         suffix = f" ({member.reason})" if member.reason else ""
         logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, suffix)
-        # A set event wakes all present waiters; the next change gets a new event, which is not set.
+        # Setting the event wakes all tasks in `until`; a new event stands for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
         if member.devices != previous_member.devices:
             self.on_devices(self.devices)
-        # `record` is called last: a failure of `record` must not keep waiters from noticing this change.
+        # `record` is called last, so that an exception of `record` keeps no task from noticing this change.
         self._record(member)
 
 
 def _line(reason: str) -> str:
-    """The first line of a reason, without the end of a log that may follow."""
+    """The first line of a reason, without the lines of a log with which the reason may end."""
     return (reason.splitlines() or ["no reason is known"])[0].partition(LOG_END)[0]

@@ -1,4 +1,4 @@
-"""Checks that an engine computes with the same precision and settings as the trainer. Runs in the controller."""
+"""Checks that precision and settings of an engine and of the trainer are equal. Runs in the controller."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from megatron_scalerl.recipe.file import RecipeError
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """Refuse an engine that does not compute like the trainer.
 
-    Raises RecipeError, a ValueError, with the recipe's key if the user can remove the difference. Raises EngineError
-    if vLLM did not follow the configuration.
+    Raises RecipeError (a ValueError) with the recipe's key if the user can remove the difference by the recipe, and
+    EngineError if vLLM did not do as configured.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     temperature = info.attention_temperature
-    # The engine's policy has layers without RoPE, so the trainer's setting is compared.
+    # Only a policy with layers without RoPE has the setting of the attention temperature.
     if temperature is not None:
         temperature = attention_temperature(recipe)
     required_len = recipe.longest_sequence(phrase_tokens=0)
@@ -35,7 +35,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """vLLM's name for log-probs of the logits, or, at a temperature other than 1, of logits / temperature."""
+    """vLLM's name for log-probs of the logits; if the temperature is not 1, for log-probs of logits / temperature."""
     return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 

@@ -1,6 +1,6 @@
 """Command line and environment of one vLLM server, from the recipe. Runs in the controller.
 
-`engine.vllm` passes vLLM's options through by vLLM's names. Options that this package sets (address, policy,
+Settings of `engine.vllm` become vLLM's options of the same names. Options that this package sets (address, policy,
 precision, log-probs, plugin) are refused there, and so are options that change the sampling distribution.
 Names are checked against vLLM's source, which is parsed and not imported, so that the controller starts fast and
 never loads an engine.
@@ -70,24 +70,24 @@ OURS = {
     "ssl_ciphers": None,
     "enable_ssl_refresh": None,
 }
-"""Each vLLM option that this package sets -> the recipe key that decides the value; None for a fixed value."""
+"""vLLM option that this package sets, and a user may not -> recipe key that decides the value; None: fixed value."""
 
 _DRAFTS = (
     "proposes tokens with a draft model that gets no weight updates; vLLM supports no forced interruption with a "
     "draft model, and some acceptance rules change the distribution"
 )
-_STALE = "keeps the KV cache of a prefix after the weights that computed it were replaced"
+_STALE = "keeps cached prefixes after a weight update, although earlier weights computed the prefixes"
 _NUCLEUS = "samples from a part of the vocabulary only, and the trainer's log-probs are over all tokens"
 _PENALTY = "changes logits depending on earlier tokens, which the trainer does not compute"
 _MASK = "forbids some tokens, and the trainer's log-probs are over all tokens"
-_REQUEST = "is set by this package in every request"
+_REQUEST = "is set by this package in every request; remove the option"
 _HOSTS = "spreads an engine over hosts, but an engine's processes listen on loopback only; take smaller engines"
 
 _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
-"""Option for several hosts -> the value that means a single host, and is allowed."""
+"""Option that spreads an engine over hosts -> the one allowed value, which means a single host."""
 
 CHANGES_SAMPLING = {
-    # These are options of engine and server.
+    # These are options of vLLM's engine and server.
     "logits_processors": "changes logits before sampling, which the trainer does not compute",
     "watermark_config": "changes how tokens are sampled without changing the reported log-probs",
     "speculative_config": _DRAFTS,
@@ -98,7 +98,7 @@ CHANGES_SAMPLING = {
     "kv_transfer_config": _STALE,
     "kv_offloading_size": _STALE,
     "kv_offloading_backend": _STALE,
-    # These are fields of requests (vllm/sampling_params.py), not options of the server, but users look for them here.
+    # These are fields of requests (vllm/sampling_params.py), not options of the server, but users may set them here.
     "temperature": "is set by rollouts.temperature",
     "top_p": _NUCLEUS,
     "top_k": _NUCLEUS,
@@ -119,24 +119,24 @@ CHANGES_SAMPLING = {
     "n": _REQUEST,
     "max_tokens": _REQUEST,
     "logprobs": _REQUEST,
-    # These options have nothing to do with sampling.
+    # These options do not change sampling, but are refused in the same way.
     "nnodes": _HOSTS,
     "node_rank": _HOSTS,
     "headless": _HOSTS,
     "data_parallel_address": _HOSTS,
 }
-"""Option that changes the sampled tokens, the end of a completion or the reported log-probs -> why refused.
+"""Option that changes the sampled tokens, the end of a completion or the reported log-probs -> the reason to refuse.
 
-The following options of vLLM 0.32 have no such effect: max_logprobs (only the sampled token's is requested),
-reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config (effective for requests that ask
-for such outputs), use_fp64_gumbel and enable_batch_sharded_sampling (other arithmetic of the same sampling).
+The following options of vLLM 0.32 are allowed: max_logprobs (requests ask only for the sampled token's log-prob);
+reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config (change only requests that ask
+for such outputs); use_fp64_gumbel and enable_batch_sharded_sampling (compute the same sampling differently).
 """
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank (vllm/config/lora.py)."""
 
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
-"""Group of entry points with logits processors that vLLM loads into every engine unconditionally."""
+"""Group of entry points (of installed packages) whose logits processors vLLM loads into every engine."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -145,16 +145,16 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 """Default options of vLLM on CPUs.
 
-No torch.compile, which gains nothing and needs a compiler. No chunked prefill: a seeded request whose prompt is split
-would rewind a generator that on CPUs has no offset, and crash the engine (gpu_model_runner.py, _bookkeeping_sync). An
-explicit size of the KV cache, since by default vLLM takes a share of all memory.
+No torch.compile, which makes nothing faster here and needs a compiler. No chunked prefill: for a seeded request whose
+prompt is split, vLLM rewinds a random generator, which CPUs do not support, so that the engine crashes
+(gpu_model_runner.py, _bookkeeping_sync). A size of the KV cache, since by default vLLM takes a share of all memory.
 """
 
 GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
 """Default options of vLLM on GPUs: the Triton backend for mixtures of experts.
 
-Other backends, such as the default on Blackwell, rearrange the experts' weights, so that weight updates cannot write
-the weights in place.
+Backends such as vLLM's default on Blackwell rearrange the experts' weights, so that weight updates could not write
+new values in place.
 """
 
 
@@ -175,7 +175,7 @@ def vllm_options() -> frozenset[str]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
-    assert {"max_model_len", "middleware"} <= names, f"vLLM defines no options in {list(classes)}"
+    assert {"max_model_len", "middleware"} <= names, f"unknown version of vLLM: no options in {list(classes)}"
     return frozenset(names)
 
 
@@ -191,8 +191,9 @@ def on_cpu() -> bool:
 def training_seeds(recipe: Recipe) -> bool:
     """Whether training requests carry a seed.
 
-    With a seed, another engine draws the same completion after an eviction. But vLLM's V1 runner on GPUs launches one
-    sampling kernel for each seeded sequence and token, so that there only deterministic runs have seeds.
+    With a seed, a second engine draws the same completion after the eviction of the first. But vLLM's V1 runner on
+    GPUs launches one sampling kernel for each seeded sequence and token, so that there only deterministic runs have
+    seeds. On CPUs and with the V2 runner (rollouts.routing_replay) all runs have seeds.
     """
     return on_cpu() or recipe.rollouts.deterministic or recipe.rollouts.routing_replay
 
@@ -202,9 +203,9 @@ def check_options(options: dict[str, Any]) -> None:
 
     Raises ValueError for:
 
-        an unknown option; the error names the nearest known option
+        an option that vLLM does not have; the error names the most similar option
         an option that this package sets
-        a nested option of the wrong type
+        a value of hf_overrides that is no mapping, or sets head_dtype
         an option, or an installed plugin, that changes the sampling distribution
     """
     for name in ("distributed_executor_backend", "data_parallel_backend"):
@@ -250,25 +251,24 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
-        # Statistics of every iteration would take a seventh of the server's time.
+        # vLLM's statistics of every step would take a seventh of the server's time.
         "disable_log_stats": True,
-        # A request without a seed is sampled from a generator with this seed, and engines must not draw the same
-        # tokens.
+        # This seed is for requests without a seed. The seed is random, so that engines do not draw equal tokens.
         "seed": 0 if recipe.rollouts.deterministic else secrets.randbits(31),
     }
     options |= recipe.engine.vllm
     if not options["disable_log_stats"]:
-        # This flag of vLLM has no negative form.
+        # False is vLLM's default, and vLLM has no option --no-disable-log-stats.
         del options["disable_log_stats"]
-    # The last middleware is the outermost, so the user's middleware sees no request without the secret.
+    # vLLM calls the last middleware first, so that the user's middleware sees no request without the secret.
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_overrides(options), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
-        # vLLM reads this setting from the generation config, not from config.json. Without the setting, vLLM decides
-        # by max_model_len (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__).
+        # vLLM does not read attn_temperature_tuning from config.json. Unless the generation config has the setting,
+        # vLLM decides by max_model_len (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__).
         options["override_generation_config"] = {"attn_temperature_tuning": temperature}
     options |= {
         "model": recipe.policy.path,
@@ -276,12 +276,12 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "port": port,
         "dtype": recipe.policy.dtype,
         "logprobs_mode": logprobs_mode(recipe),
-        # "vllm" means vLLM's sampling defaults, in place of those in the policy's generation_config.json.
+        # "vllm" means vLLM's own sampling defaults, in place of the defaults in the policy's generation_config.json.
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": VLLM_BACKEND},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
-        # The turns of an episode share a prefix. Every request has the salt of a policy version, or a cached prefix
-        # would outlive the weights that computed the prefix.
+        # The turns of an episode share a prefix. `EngineClient` sends a salt for each policy version, so that no
+        # request uses a prefix that earlier weights computed.
         "enable_prefix_caching": recipe.episodes,
         "scheduling_policy": "priority",
         "enable_scale_out": True,
@@ -301,12 +301,12 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
 
 
 def _adapter_options(lora: LoraSection) -> dict[str, Any]:
-    """Options with which vLLM serves a LoRA adapter of this rank, which weight updates then replace."""
+    """Options with which vLLM serves a LoRA adapter of the recipe's rank; weight updates replace the adapter."""
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
         "lora_target_modules": list(lora.targets),
-        # The value is no path: the plugin loads zeros, which the first update replaces.
+        # vLLM expects a path here, but the plugin loads zeros instead, which the first weight update replaces.
         "lora_modules": [f"{ADAPTER}=policy.lora"],
     }
 
@@ -322,9 +322,9 @@ def _routing_options() -> dict[str, Any]:
 
 
 def _deterministic_options(user_options: dict[str, Any]) -> dict[str, Any]:
-    """Options for rollouts.deterministic, with which timing does not decide which requests share a batch.
+    """Options for rollouts.deterministic, so that the requests which share a batch do not depend on timing.
 
-    Raises ValueError for a contradicting option of the user.
+    Raises ValueError if the user has set one of the options to a different value.
     """
     for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
         if user_options.get(name, expected) != expected:
@@ -377,14 +377,15 @@ def engine_environment(
 ) -> dict[str, str]:
     """The environment variables of an engine's server.
 
-    ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on the server's
-    address. devices: CUDA_VISIBLE_DEVICES of this engine. interface: the route to other members of the weight group,
-    for NCCL; between hosts, a NCCL_SOCKET_IFNAME that the user has set takes precedence.
+    ready_fd: pipe to which the plugin writes once the server is up. listen_fd: socket that listens on the server's
+    address. devices: CUDA_VISIBLE_DEVICES of this engine. interface: the network interface by which NCCL reaches the
+    trainer for weight updates; unless this is loopback, a NCCL_SOCKET_IFNAME of the user takes precedence.
     """
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # Only the V2 model runner reports expert choices. The V2 runner has another interface for logits processors.
+        # Only the V2 model runner reports expert choices. The V2 runner has a different interface for logits
+        # processors (`engine.forced_on_device`).
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
@@ -397,11 +398,11 @@ def engine_environment(
         "MSRL_ADAPTER": str(int(recipe.adapters_alone)),
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # vLLM would compile FlashInfer's kernel at the first start, for top-p and top-k, which no request uses.
+    # At the first start vLLM would compile FlashInfer's sampler for top-p and top-k, which no request uses.
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # An engine is on a single host, so vLLM's processes listen for each other on loopback only. A weight group may
-    # span hosts: NCCL has one interface for all groups of a process, gloo's interface is chosen for each group
-    # (`distributed.rendezvous.gloo_device`).
+    # An engine is on a single host, so vLLM's processes listen for each other on loopback only. The group for weight
+    # updates may span hosts. NCCL has one interface for all groups of a process; gloo's interface is set for each
+    # group (`distributed.rendezvous.gloo_device`).
     if interface != LOOPBACK:
         interface = os.environ.get("NCCL_SOCKET_IFNAME") or interface
     env |= listen_only_at(LOOPBACK) | {"NCCL_SOCKET_IFNAME": interface, "VLLM_HOST_IP": "127.0.0.1"}
@@ -413,6 +414,6 @@ def engine_environment(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "MSRL_KEEP_WEIGHTS": "1",
         }
-        # The variable is in whole GiB, and would silently take precedence over kv_cache_memory_bytes.
+        # A variable set by the user would silently take precedence over the option kv_cache_memory_bytes.
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return env

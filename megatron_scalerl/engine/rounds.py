@@ -1,10 +1,10 @@
-"""Runs requests in rounds: a round's requests reach paused engines together, and run without other requests.
+"""Runs requests in rounds: a round's requests reach paused engines together, and run without further requests.
 
-Used by `rollouts.deterministic`. The last bits of a request's result depend on the requests that share a batch, and
-the batches on the order and the time of arrival. In a round neither varies: the engines are paused, every request is
-submitted with another priority to an engine that the request's rank alone decides, and the engines continue once all
-requests have arrived. vLLM then forms the same batches each time (scheduling by priority, neither prefix cache nor
-asynchronous scheduling, see `engine.options`).
+For runs with `rollouts.deterministic`. The last bits of a request's result depend on the requests that share a batch,
+and the batches depend on the order and the time of arrival. In a round neither varies: the engines are paused, every
+request has a different priority and goes to an engine that the request's rank alone decides, and the engines continue
+once all requests have arrived. So vLLM forms the same batches in every run, with scheduling by priority, and without
+prefix cache and asynchronous scheduling (`engine.options`).
 
     begin --> pause --> submit (caller) --> go: wait until the engines hold all requests --> resume
 
@@ -21,7 +21,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes.child_process import time_limit
 
 _POLL_S = 0.01
-"""Seconds between two polls of the requests that an engine holds. vLLM has no call that waits for requests."""
+"""Time between two polls of the number of requests of an engine (s). vLLM has no call that waits for requests."""
 
 
 class Round:
@@ -44,8 +44,8 @@ class Round:
     async def go(self, requests: Sequence[EngineClient]) -> None:
         """Wait until the engines have received all submitted requests, then resume the engines.
 
-        requests: for each request, the engine. An engine that fails, or does not receive the requests in time, is
-        evicted.
+        requests: the engine of each submitted request. Evicts an engine that fails, or does not receive the requests
+        within the time limit.
         """
         counts = Counter(requests)
         await asyncio.gather(*(self._go(engine, counts[engine]) for engine in self._members))
@@ -71,12 +71,12 @@ class Rounds:
     """Starts rounds on the engines of a run."""
 
     def __init__(self, engines: Membership, *, timeout_s: float):
-        """timeout_s: time limit for an engine to pause, and to receive the requests, before eviction (s)."""
+        """timeout_s: time within which an engine has to pause, and to receive all requests, or is evicted (s)."""
         self._engines = engines
         self._timeout_s = timeout_s
 
     async def begin(self) -> Round:
-        """Start a round: wait until all engines that are not given up serve, and pause these engines."""
+        """Start a round: wait until all engines that are not given up serve, and pause all of the engines."""
         while True:
             await self._engines.until(self._complete)
             members = self._engines.serving

@@ -1,10 +1,10 @@
-"""Main of one engine's server process: vLLM's OpenAI server on a socket that the controller has bound.
+"""The main program of an engine's server process: vLLM's OpenAI server on a socket that the controller has bound.
 
     MSRL_LISTEN_FD=3 MSRL_READY_FD=4 MSRL_SECRET=... python -m megatron_scalerl.engine.server --model ...
 
-The arguments are vLLM's own. vLLM's entry points bind the address themselves (a free port would be probed, released
-and perhaps lost), and `vllm serve` requires a distribution named vllm. vLLM is imported inside the functions: where
-vLLM spawns its core, that process imports this module again.
+The arguments are vLLM's own. vLLM's entry points are not used: `vllm serve` requires a distribution named vllm, and
+all entry points bind the address, so that a port which the controller found free could be taken meanwhile. vLLM is
+imported inside the functions, since a core that vLLM spawns imports this module again.
 """
 
 import os
@@ -47,7 +47,7 @@ async def _serve(arguments: Namespace, sock: socket.socket) -> None:
     from vllm.utils.system_utils import decorate_logs, set_ulimit
 
     decorate_logs("APIServer", skip_if_decorated=True)
-    # This handler serves until vLLM's server installs another.
+    # This handler is for the start-up; vLLM's server later installs a handler for SIGTERM.
     signal.signal(signal.SIGTERM, _interrupt)
     validate_api_server_args(arguments)
     set_ulimit()

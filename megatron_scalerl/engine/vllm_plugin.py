@@ -4,7 +4,7 @@
 - `SecretMiddleware` (--middleware), in the server: every path but /health requires the run's secret. vLLM's own
   --api-key leaves /collective_rpc, /pause and /update_weights open. The middleware serves /msrl/progress.
 - `ForcedTokens` (--logits-processors), in the workers: forced interruption, see `engine.interruption`.
-- `WorkerExtension` (--worker-extension-cls), in the workers: reports the engine's actual numerics.
+- `WorkerExtension` (--worker-extension-cls), in the workers: reports types and settings that the engine really uses.
 
 Life of a server:
 
@@ -35,7 +35,7 @@ from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 def register() -> None:
     """Register this package's weight-transfer backend with vLLM, and set up this process. Idempotent."""
-    # Only an engine of a run has this variable.
+    # A vLLM that a user starts without a run does not have this variable.
     if NAME_VARIABLE in os.environ:
         log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
@@ -43,7 +43,7 @@ def register() -> None:
     if VLLM_BACKEND not in Factory._registry:
         Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.weights.weight_receiver", "WeightReceiver")
     if torch.cpu._is_amx_tile_supported():
-        # vLLM's bfloat16 attention uses AMX tiles without asking the kernel, which ends in an illegal instruction.
+        # vLLM's bfloat16 attention uses AMX tiles: an illegal instruction unless the kernel was asked before.
         torch.cpu._init_amx()
     if os.environ.get("MSRL_KEEP_WEIGHTS") == "1":
         _keep_linear_weights()
@@ -51,18 +51,17 @@ def register() -> None:
         _keep_adapter()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
-        # The server and forked processes already die with controller and parent (`processes.parent_death`). A spawned
-        # core or worker is tied here: to the fork server where a fork server started the process, otherwise to the
-        # parent.
+        # The server dies with the controller, and a forked process with the parent (`processes.parent_death`). This
+        # call ties a spawned core or worker to the process that started the core or worker: fork server or parent.
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)
 
 
 def _keep_linear_weights() -> None:
-    """Patch vLLM on CPUs to keep the weights of linear layers, so that weight updates can write there. Idempotent.
+    """Patch vLLM on CPUs to keep the parameters of linear layers, into which weight updates write. Idempotent.
 
-    vLLM 0.32.0 packs the weights for oneDNN or SGL's kernel after loading and empties the parameters. The packed copy
-    is made again after every update (`live_weights.LiveWeights.finish`).
+    vLLM 0.32.0 packs the weights for oneDNN or SGL's kernel after loading and empties the parameters. After every
+    update, `live_weights.LiveWeights.finish` packs the weights again.
     """
     from vllm.model_executor.layers import utils
 
@@ -102,7 +101,7 @@ class SecretMiddleware:
         elif not self._is_allowed(scope):
             await _refuse(scope["type"], send)
         elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
-            # Only the server process imports this module.
+            # The import is here because vLLM's further processes load the plugin, but not `vllm_progress`.
             from megatron_scalerl.engine.vllm_progress import progress
 
             await _answer(send, 200, progress(scope["app"].state.engine_client))
@@ -145,8 +144,8 @@ def _reporting(send: Any) -> Any:
 class ForcedTokens(LogitsProcessor):
     """Forces tokens on the requests in vLLM's batch that have an interruption plan.
 
-    vLLM passes each request's own list of output tokens, which grows as tokens are sampled. The list is read when the
-    logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
+    vLLM passes the list of output tokens of each request, which vLLM extends as tokens are sampled. `apply` reads the
+    lists anew for each step, so that preemption, pause and asynchronous scheduling change nothing.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
@@ -155,14 +154,11 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check the plan of a request; the server answers an error with status 400.
-
-        Raises ValueError for an invalid plan.
-        """
+        """Check the plan of a request. Raises ValueError for an invalid plan; the server then answers status 400."""
         Plan.from_extra_args(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
-        """False, since tokens are also forced on greedy requests."""
+        """False: a forced token need not be the likeliest, so vLLM calls `apply` for greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -197,9 +193,9 @@ class WorkerExtension:
     """Methods that vLLM adds to the workers, called through /collective_rpc."""
 
     def msrl_info(self) -> dict[str, Any]:
-        """The fields of `EngineInfo` that a worker knows."""
+        """The fields of `EngineInfo` that a worker knows, and the worker's process id."""
         config = self.model_config  # type: ignore[attr-defined]
-        if not hasattr(self, "_msrl_head"):  # once: a failed update leaves a model that cannot be probed
+        if not hasattr(self, "_msrl_head"):  # probed once: after a failed update the model may not compute
             self._msrl_head = _probe_head(self.model_runner.get_model(), config)  # type: ignore[attr-defined]
         vocab_size, head_dtype = self._msrl_head
         receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -215,7 +211,7 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """The needs of this worker in a weight update, or REFUSED and the reason if the trainer's tensors do not fit.
+        """The data that this worker needs in an update; or REFUSED and the reason why the tensors do not fit.
 
         manifest: the trainer's tensors, JSON of `plan.manifest_to_json`. The result is JSON of `plan.needs_to_json`.
         """
@@ -227,7 +223,7 @@ class WorkerExtension:
             return REFUSED + str(error)
 
     def msrl_live_digest(self) -> str:
-        """Digest (hex) of the weights in this worker's model; empty if only the model's loader knows the values."""
+        """Digest (hex) of the weights in this worker's model; empty if updates go through vLLM's loader."""
         from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
@@ -235,15 +231,15 @@ class WorkerExtension:
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started but not finished. No effect without an unfinished update.
 
-        vLLM 0.32.0 refuses to start a second update before the first has ended, and has no call that ends an update.
-        The next update discards the model's state (`weights.weight_receiver`).
+        vLLM 0.32.0 refuses to start an update before the last update has ended, and has no call that abandons an
+        update. The next update discards the state that this update left in the model (`weights.weight_receiver`).
         """
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
 
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
-    """Whether the layers without RoPE of Llama 4 scale queries; None for a model without such layers."""
+    """Whether Llama 4's layers without RoPE scale queries by position; None for a model without such layers."""
     settings = [bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)]
     if not settings:
         return None
@@ -254,14 +250,14 @@ def _attention_temperature(model: torch.nn.Module) -> bool | None:
 def _probe_head(model: Any, config: Any) -> tuple[int, str]:
     """(number of logits per token, precision of the projection), measured on two synthetic hidden states.
 
-    Logits that were computed in bfloat16 have 8 significant bits, even after a cast to float32. Among thousands of
-    logits that were computed in float32, practically always some have more bits.
+    Logits that were computed in bfloat16 have at most 8 significant bits, even after a cast to float32. Of thousands
+    of logits that were computed in float32, some practically always have more than 8 bits.
     """
     width = config.get_hidden_size()
     device = next(model.parameters()).device
     hidden = torch.sin(torch.arange(2 * width, device=device, dtype=torch.float32)).view(2, width).to(config.dtype)
     logits = model.compute_logits(hidden)
-    # This tensor-parallel rank gets no logits.
+    # vLLM gives logits to only one tensor-parallel rank; further ranks report the configured values.
     if logits is None:
         return config.get_vocab_size(), str(config.head_dtype).removeprefix("torch.")
     exact = logits.float()

@@ -1,8 +1,8 @@
 """Counts generated tokens in vLLM's server process, to which the engine's cores send all tokens.
 
-`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
-separate process, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
-would cost a seventh of the throughput and are disabled, nor a response from a core, which may hang.
+`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks); each
+core is a separate process, even if VLLM_ENABLE_V1_MULTIPROCESSING is 0. The counts need no response from a core,
+which may hang, and no statistics of vLLM, which would cost a seventh of the throughput and are disabled.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ _tokens: Counter[int] = Counter()
 
 
 def count_tokens() -> None:
-    """Patch vLLM to count tokens. Call once, before the engine is built."""
+    """Patch vLLM to count tokens. The caller calls this once, before vLLM builds the engine."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:
@@ -33,7 +33,7 @@ def progress(engine: Any) -> EngineProgress:
     client = engine.engine_core
     assert isinstance(client, AsyncMPClient), f"no tokens are counted for {type(client).__name__}"
     ranks = client.engine_ranks_managed
-    # The client has this attribute only where it chooses among several cores.
+    # Only vLLM's client for several cores has this attribute: request id -> core.
     of_request = getattr(client, "reqs_in_flight", {})
     waiting: Counter[int] = Counter()
     decoding: Counter[int] = Counter()

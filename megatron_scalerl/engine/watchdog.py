@@ -1,12 +1,12 @@
-"""Detects an engine that hangs, that is has requests but produces no token for too long. Runs in the controller.
+"""Detects an engine that hangs or lags: has requests, but produces no token for long. Runs in the controller.
 
     poll --> no answer for stall_timeout_s, or a core has exited       \\
          --> StallClock: a core has requests and produces no token      > EngineDied --> evicted, started again
          --> LagClock: the engine is slower than other engines         /                (`launch.engines`)
 
-A poll reads the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging
-core cannot delay the response. No limit of time applies to a completion as a whole, only a budget of tokens. Time
-in which the engine is paused does not count, nor does time in which the controller did not run (a suspended job).
+A poll reads the token count of each engine core. The server process keeps the counts (`engine.vllm_progress`), so a
+hanging core cannot delay the response. A whole completion has a budget of tokens, but no time limit. Time does not
+count in which the engine is paused, or in which the controller did not run, as in a suspended job.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _POLLS = 20
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
 _MIN_PEER_RATES = 2
-"""Number of other engines with a known rate that LagClock needs to judge an engine."""
+"""Smallest number of further engines with a known rate that LagClock needs to judge an engine."""
 
 
 class EngineDied(RuntimeError):
@@ -44,10 +44,10 @@ class StallClock:
     def update(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, elapsed_s: float) -> str | None:
         """Add the result of one poll; returns a description of the stall, or None without a stall.
 
-        in_flight: requests that the client is waiting for. paused: whether the engine is paused. elapsed_s: seconds
-        since the last poll.
+        in_flight: number of requests for whose response the client waits. paused: whether the engine is paused.
+        elapsed_s: seconds since the last poll.
         """
-        # If the client waits for requests and no core has any, the requests are stuck in the server.
+        # If the client waits for responses, and no core has a request, the requests are stuck in the server.
         stuck = in_flight > 0 and not any(core.waiting or core.decoding for core in cores)
         for core in cores:
             busy = stuck or core.waiting + core.decoding > 0
@@ -77,9 +77,9 @@ class LagClock:
     the number of requests that an engine decodes at once: with more requests, each request gets fewer tokens a
     second.
 
-    The stream gives work to the engine with the least work (`rollouts.stream`), so that engines decode similar
-    numbers of requests while there is work for all. engine.min_relative_rate has to leave room for exceptions, such
-    as a full engine while the remaining engines have the last completions of a batch.
+    The stream gives work to the engine with the least work (`rollouts.stream`), so that as long as there is enough
+    work, all engines decode about equally many requests. At times a full engine is compared with engines that decode
+    only a few last completions, so the user has to set engine.min_relative_rate low enough.
     """
 
     def __init__(self, settings: EngineSection):
@@ -91,7 +91,7 @@ class LagClock:
     def update(self, name: str, *, tokens: int, decoding: int, elapsed_s: float) -> str | None:
         """Add one poll of an engine that is not paused; returns a description of the lag, or None without a lag.
 
-        tokens: number generated since the last poll. decoding: number of requests that have a token. elapsed_s:
+        tokens: number of tokens since the last poll. decoding: number of requests with at least one token. elapsed_s:
         seconds since the last poll.
         """
         if not decoding or elapsed_s <= 0:
@@ -117,9 +117,9 @@ class LagClock:
 
 
 async def watch_progress(client: EngineClient, settings: EngineSection, lag: LagClock | None = None) -> NoReturn:
-    """Poll an engine's progress forever.
+    """Poll an engine's progress until the engine fails.
 
-    Raises EngineDied, with the engine's name, on a hang, a lag or no response.
+    Raises EngineDied, with the engine's name, if the engine hangs, lags or does not respond.
     """
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
@@ -141,7 +141,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
         if progress.dead:
             raise EngineDied(f"{client.name} lost a core: a process of vLLM's engine exited")
         answered = time.monotonic()
-        # Time in which this process was suspended does not count against the engine.
+        # The bound on `elapsed` keeps out time in which this process was suspended.
         elapsed = min(answered - polled, limit / 4)
         polled = answered
         paused = client.paused

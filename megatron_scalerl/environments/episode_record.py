@@ -1,6 +1,6 @@
-"""Records how the latest episodes ended.
+"""Records how the latest episodes of a pool ended.
 
-A warning is logged if more than WARNED_SHARE of the episodes are lost; the run ends if more than half are lost.
+Logs a warning if more than WARNED_SHARE of the latest episodes are lost, and ends the run if more than half are lost.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_scalerl.rewards import outages
 logger = logging.getLogger(__name__)
 
 WARNED_SHARE = 0.05
-"""Share of lost episodes, among the latest RECENT episodes, above which a warning is logged."""
+"""Share of lost episodes, among the latest `outages.RECENT` episodes, above which a warning is logged."""
 MOST_BAD_ROWS = 8
-"""Number of distinct rows with a lost episode below which no loss ends the run.
+"""The run ends only if this number of distinct rows, or a quarter of all distinct rows if fewer, have lost episodes.
 
-If the latest RECENT episodes (at first, all episodes) have few distinct rows, a quarter of these rows is the number.
+Rows are counted among the latest `outages.RECENT` episodes.
 """
 
 
@@ -29,7 +29,7 @@ class Fate:
     row: bytes
     """Digest of the episode's row."""
     failing: bool = False
-    """Whether the latest try of a call has failed."""
+    """Whether the latest try of the episode's latest call has failed."""
     noted: bool = False
     """Whether the episode is in `_noted`: the episode has ended, or a try has failed."""
     problem: str = ""
@@ -39,10 +39,10 @@ class Fate:
 
 
 class EpisodeRecord:
-    """The latest episodes of a pool, and whether too many episodes are lost."""
+    """Keeps the latest episodes of a pool, and finds out whether too many episodes are lost."""
 
     def __init__(self, subject: str):
-        """subject: the recipe's key of the environment, with which each warning begins."""
+        """subject: key and value of environment.name, with which each warning begins."""
         self._subject = subject
         self._outages = outages.Outages("episodes")
         self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
@@ -50,7 +50,7 @@ class EpisodeRecord:
         self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
         """Episodes in the order of the first failed try, or of the end for an episode without a failed try.
 
-        In the order of ends a failed episode would come late, as failed calls are tried again.
+        The order of ends would place a failed episode late, since failed calls are tried again before the end.
         """
         self._rows: set[bytes] = set()
         """Digests of the rows of all episodes so far."""
@@ -70,12 +70,12 @@ class EpisodeRecord:
             self._noted.append(fate)
 
     def others_succeed(self, row: bytes) -> bool:
-        """Whether fewer than half of the latest episodes of other rows have failed."""
+        """Whether fewer than half of the latest episodes of all rows except `row` have failed."""
         failures = [fate.failing for fate in self._noted if fate.row != row]
         return 2 * sum(failures) < len(failures)
 
     def record_end(self, fate: Fate) -> RuntimeError | None:
-        """Record the end of an episode; returns the error that ends the run if too many episodes are lost."""
+        """Record the end of an episode. If too many episodes are lost, returns the error with which the run ends."""
         self._latest.append(fate)
         if not fate.noted:
             fate.noted = True
@@ -93,7 +93,7 @@ class EpisodeRecord:
         return end
 
     def _warn(self, lost: list[Fate]) -> None:
-        """Log a warning if too many episodes are lost; repeats the warning when the number has doubled."""
+        """Log a warning if many episodes are lost, and again when the number of lost episodes has doubled."""
         limit = WARNED_SHARE * outages.RECENT
         if len(lost) <= limit / 2:
             self._warned = 0

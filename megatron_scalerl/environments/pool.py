@@ -1,4 +1,4 @@
-"""Episodes of the user's environment in processes that can be killed: each call ends within the time limits.
+"""Runs episodes of the user's environment in processes that can be killed, so that each call ends in limited time.
 
     Episode.step() --> _Process --socket--> environments.worker, with many episodes
 
@@ -6,37 +6,37 @@ Life of a process:
 
     start      with the pool, or when the next episode needs the process
     cancel     at the time limit of a call the coroutine is cancelled, and the process lives on
-    kill       with all children: after an exit or a message that is no reply, GRACE_S after the time limit of a call,
-               or after MOST_FAILURES calls in a row that failed here and succeeded in another process, as an episode
-               has spoiled this process. An outage, which fails everywhere, ends no process
+    kill       with all child processes: after an exit or a message that is no reply; GRACE_S after the time limit of
+               a call; or after MOST_FAILURES calls in a row that failed here and succeeded in another process, since
+               an episode may have spoiled this process. In an outage calls fail everywhere, and no process ends
 
 Life of a call:
 
     place      an episode without a process, at first or because the process has ended meanwhile, goes to the process
                with the fewest episodes, if possible to a process whose last call did not fail
-    replay     the episode is reset there, and all earlier responses are replayed. The environment has to return the
-               same as before, else the episode has `changed`
+    replay     in a new process the episode is reset, and all earlier responses are replayed. The environment has to
+               return the same as before, else the call fails with the reason `changed`
     call       the call is made
     repeat     if a replay or the call fails, the episode leaves the process and begins at `place` again: TRIES tries
-               in all, with pauses where the environment was `unavailable` or `hung`
-    alone      a call that was outstanding when a process ended is tried alone from then on: in one of as many extra
-               processes, one call at a time. With the answer the episode leaves the extra process, where the next
-               suspect cannot harm the episode
+               in all, with pauses if the environment was `unavailable` or `hung`
+    alone      if a process ended during the call, the call may be the cause, and is tried alone from then on: in one
+               of the extra processes, which make one call at a time. After the answer the episode leaves the extra
+               process, so that the next call there cannot harm the episode
 
 A class with `run` has one call, which may take as long as the agent asks the policy (`Session`). A run has no earlier
-responses to replay: the run begins anew, and the session repeats the earlier answers. After two ends of the process,
-a run is tried alone: not earlier, as a run takes minutes.
+responses to replay: a repeated run begins anew, and the session repeats the earlier answers. A run is tried alone
+only after the process has ended twice, since a run takes minutes.
 
-After the last try an episode fails, and is lost, since a share of failures cannot tell an outage from a policy that
-breaks its tool. A class with `repeated_failure = "wrong"` is the exception: the last try is made alone in a fresh
-process, and a failure of the class (`types.ENDS`) that repeats the failure before is paid as wrong, while fewer than
-half of the latest episodes of other rows have failed. Where more than half of the latest episodes are lost, the pool
-ends, and every call raises RuntimeError (`environments.episode_record`).
+After the last failed try the episode is lost, since a failure may come from an outage as well as from a policy that
+breaks a tool. A class with `repeated_failure = "wrong"` is the exception: the last try is made alone in a fresh
+process, and if the try fails by the class (`types.ENDS`) with the same reason as the try before, the episode counts
+as wrong, unless at least half of the latest episodes of different rows have failed. If more than half of the latest
+episodes are lost, the pool ends, and every call raises RuntimeError (`environments.episode_record`).
 
-An environment is not trusted. Without a sandbox, an environment has the rights of the user, can disturb the other
-episodes of the process, answer for these episodes, and fill the log. The protocol leads to no other process: the
-controller takes replies of at most REPLY_BYTES, one at a time from each process, to calls of this process alone, and
-keeps a digest of each turn, for replays.
+An environment is not trusted. Without a sandbox, an environment has the rights of the user, and can disturb all
+episodes of the process, answer for all, and fill the log. By the protocol an environment reaches no further process:
+the controller takes replies of at most REPLY_BYTES, one at a time from each process, to calls of this process alone,
+and keeps a digest of each turn, for replays.
 """
 
 from __future__ import annotations
@@ -82,24 +82,23 @@ GRACE_S = 5.0
 """Time limit for a process to report that a coroutine was cancelled (s)."""
 START_TIMEOUT_S = 300.0
 MOST_FAILURES = 5
-"""Number of calls in a row that failed in a process and succeeded elsewhere, after which the process is replaced."""
+"""Number of calls in a row that failed in a process and succeeded elsewhere after which the process is replaced."""
 REPLY_BYTES = TURN_BYTES + 2**16
-"""The largest size of a reply (bytes)."""
+"""Largest size of a process's reply to a call (bytes)."""
 PAUSED = ("unavailable", "hung")
-"""Reasons of failures that may pass with time."""
+"""Reasons of failures that may pass with time, after which the next try begins only after a pause."""
 SHOWN_CHARS = 500
-"""Number of characters of a row, and of the policy's responses, in a warning."""
+"""Largest number of characters of the row in a warning, and of the policy's responses."""
 
 
 class EnvironmentFailed(RuntimeError):
     """An episode cannot go on. `end` says who ended the episode, and whether the episode gets a reward.
 
-    With `repeated_failure = "wrong"` in the class, a failure that the policy causes gets the reward of a wrong
-    answer.
+    Only with `repeated_failure = "wrong"` in the class, an episode may get the reward of a wrong answer.
     """
 
     def __init__(self, problem: str, *, reason: str):
-        """reason: key in `types.ENDS` of an end without a reward."""
+        """reason: key of an unpaid end in `types.ENDS`; `_record_failure` may pay the end later."""
         super().__init__(problem)
         self.end: EpisodeEnd = ENDS[reason]
 
@@ -109,7 +108,8 @@ class Turn:
     """The environment's result for one response of the policy."""
 
     messages: tuple[Message, ...]
-    """Messages for the policy, each with role (user or tool; from reset also system), content (str) and scalars."""
+    """Messages for the policy, each with role (user or tool; from reset also system), content (str), and further keys
+    with scalar values."""
     reward: bool | float | None
     """The reward of this turn, from -MOST_REWARD to MOST_REWARD; None without a verdict."""
     done: bool
@@ -117,19 +117,19 @@ class Turn:
 
 
 class Session(Protocol):
-    """Answers the requests of an agent while the agent's `run` is in progress. Implemented in `rollouts.agents`."""
+    """Interface of an object that answers an agent's requests during `run`. Implemented in `rollouts.agents`."""
 
     def begin(self) -> Agent:
-        """Start a try; returns the argument of `run`. Requests of earlier tries get the same answers again."""
+        """Start a try; returns the argument of `run`. Requests that the agent repeats get the same answers again."""
 
     def end(self) -> None:
-        """End a try: later requests of code that still runs are refused."""
+        """End a try: refuse later requests, which code of the try may still send."""
 
     async def silent(self) -> None:
         """Return once the agent has sent no request for environment.timeout_s seconds."""
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers in the last try; empty if the try did not repeat all requests of earlier tries."""
+        """The policy's answers in the last try; empty if the agent did not repeat all requests of earlier tries."""
 
 
 Argument = Response | Session | None
@@ -144,7 +144,7 @@ class _Process(Worker):
         self.episodes: set[Episode] = set()
         self._counters = counters
         self._works = False
-        """Whether `ready` has started the process, and no end of the process was noticed since."""
+        """Whether `ready` has started the process, and the pool has noticed no end of the process since."""
         self._started = False
         self.failures = 0
         """Number of failed calls in a row, outages not counted."""
@@ -156,7 +156,7 @@ class _Process(Worker):
         """Time at which a call that failed here last succeeded in another process (time of the event loop, s)."""
 
     async def ready(self) -> None:
-        """Start the process if it does not run. Raises EnvironmentFailed."""
+        """Start the process unless the process runs. Raises EnvironmentFailed if the process does not start."""
         async with self.gate:
             if self._works:
                 return
@@ -171,12 +171,12 @@ class _Process(Worker):
             self._started = True
 
     async def call(self, request: Request, session: Session | None = None) -> Reply:
-        """The reply to a request. If the caller is cancelled, the call goes on, so that no call hangs unnoticed.
+        """The reply to a request. If the caller is cancelled, this class still watches the call's time limit.
 
-        Raises EnvironmentFailed, and TypeError or RecursionError for values that are no JSON.
+        Raises EnvironmentFailed if no valid reply comes, and TypeError or RecursionError for values that are no JSON.
         """
         self._number += 1
-        # The request is sent before this task can be suspended, because the process may end then.
+        # No await before the request is sent: the process could end meanwhile.
         outcome = self.send(self._number, encoded(request))
         frame = await asyncio.shield(asyncio.create_task(self._within_limits(outcome, request.episode, session)))
         if isinstance(frame, EnvironmentFailed):
@@ -189,7 +189,7 @@ class _Process(Worker):
         if not reply.failure:
             self.failures = 0
             self.local_failures = 0
-        # An outage of a service does not spoil a process.
+        # A failure by an outage of a service does not count against the process.
         elif reply.failure != "unavailable":
             self.failures += 1
             self._problem = printable(reply.error.strip().rpartition("\n")[2])
@@ -201,17 +201,16 @@ class _Process(Worker):
             self.send(0, encoded(Request(episode=episode)))
 
     async def empty(self) -> None:
-        """End the process if a call is still in progress or the latest call failed, since the next call might fail
-        as well."""
+        """End the process if a call is still in progress or the latest call failed: the next call gets a process
+        without traces of earlier calls."""
         if self._replies or self.failures:
             await self.end()
 
     async def succeeded_elsewhere(self, begin_s: float) -> None:
-        """Note that a call which failed here has succeeded in another process; MOST_FAILURES calls replace this
-        process.
+        """Note that a call which failed here has succeeded in another process; ends this process after MOST_FAILURES.
 
-        begin_s: start of the failed call (time of the event loop). Calls that failed together count once, since an
-        outage may have ended.
+        begin_s: start of the failed call (time of the event loop, s). Calls that failed in the same period count
+        once, since perhaps an outage made all of the calls fail.
         """
         if not self.failures or begin_s < self._success_elsewhere_s:
             return
@@ -223,8 +222,8 @@ class _Process(Worker):
     async def end(self, hung: object = None, *, computing: bool = False, cause: str = "") -> None:
         """Kill the process. All calls fail, and all episodes leave the process.
 
-        hung: the future of the call that exceeded the time limit, and was `computing` or waiting. cause: the reason
-        of a replacement.
+        hung: future of the call that exceeded the time limit, if any. computing: whether this call computed instead
+        of waiting. cause: the reason if the pool replaces the process.
         """
         replies = self._replies
         self._replies = {}
@@ -244,8 +243,7 @@ class _Process(Worker):
                 failure = EnvironmentFailed(f"{self.name}: {end}", reason="hung")
                 if computing:
                     failure.end = replace(failure.end, by="class")
-            # The failure is a result, because asyncio would report an exception of a future whose caller was
-            # cancelled.
+            # The failure is set as a result, since asyncio logs an exception that a cancelled caller never takes.
             reply.set_result(failure)
 
     async def close(self) -> None:
@@ -254,7 +252,7 @@ class _Process(Worker):
             await self.end()
 
     async def _within_limits(self, reply: asyncio.Future[Any], episode: int, session: Session | None) -> Any:
-        """The frame with the reply to a call, or an EnvironmentFailed if the call exceeds the time limits."""
+        """Wait for the reply to a call; returns the reply's frame, or an EnvironmentFailed after the time limits."""
         limit_s = self._program.timeout_s
         if session is not None:
             limit_s = 0.0
@@ -275,7 +273,7 @@ class _Process(Worker):
         return await reply
 
     def connection_lost(self, problem: Exception | None) -> None:
-        """Fail all calls, since the process has ended or has sent data that are no replies."""
+        """Fail all calls. The event loop calls this when the process ends or sends data that are no replies."""
         if self._works:
             self._end = asyncio.create_task(self.end())
         else:
@@ -290,14 +288,14 @@ class EnvironmentPool:
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path, name: str = "environment"):
-        """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `variables` is not set."""
+        """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `section.variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
-        """Numbers for episodes; an episode gets the next number in each process that the episode enters."""
+        """Source of episodes' numbers: an episode gets a new number whenever the episode enters a process."""
         self.subject = f"environment.name {section.name!r}"
         self.record = EpisodeRecord(self.subject)
         self.warned_reasons: set[str] = set()
-        """Reasons of failures that counted as wrong and of which a warning was already logged."""
+        """Reasons of failures for which a warning was logged that an episode counts as wrong."""
         assert section.name is not None
         setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
@@ -344,10 +342,10 @@ class EnvironmentPool:
         await asyncio.gather(*(process.close() for process in (*self._processes, *self.extra)))
 
     def end(self, problem: RuntimeError | None) -> None:
-        """End the pool with a problem, which every pending and later call raises; does nothing for None."""
+        """End the pool: every pending and later call raises `problem`. Does nothing if `problem` is None."""
         if problem is not None and not self.end_error.done():
             self.end_error.set_exception(problem)
-            # asyncio reports an exception that nobody retrieves, so the exception is retrieved here.
+            # asyncio logs an exception of a future that nobody retrieves, so the exception is retrieved here.
             self.end_error.exception()
 
     @property
@@ -362,14 +360,14 @@ class EnvironmentPool:
         )
 
     def episode(self, row: dict[str, Any]) -> Episode:
-        """A new episode of a row, for `async with` and a single caller."""
+        """A new episode of a row. The caller uses `async with`, and makes one call at a time."""
         return Episode(self, row)
 
 
 class Episode:
     """An episode, which is closed at the end of `async with`.
 
-    Calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
+    Calls raise EnvironmentFailed if every try fails, and RuntimeError once the pool has ended.
     """
 
     def __init__(self, pool: EnvironmentPool, row: dict[str, Any]):
@@ -380,12 +378,12 @@ class Episode:
         self._key = hashlib.sha256(encoded(row)).digest()
         self._fate = pool.record.begin_episode(self._key)
         self._number = 0
-        """The episode's number in the process."""
+        """Number by which the present process knows the episode."""
         self._failed = False
         self._process_died = False
-        """Whether the process ended during the last try."""
+        """Whether the episode's process ended during the last try."""
         self.metrics: dict[str, float] = {}
-        """The latest value of each metric."""
+        """Name of a metric that the environment returned -> the latest value."""
         self._past_calls: list[tuple[Argument, bytes]] = []
         """(argument, digest of the result) of each successful call so far, beginning with reset, for replays."""
 
@@ -434,7 +432,7 @@ class Episode:
         previous_reason = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             process = self.process or pool.emptiest(failed_tries)
-            # A failure that may pass with time is not worth an extra process.
+            # If the failure may pass with time, the last try needs no extra process.
             repeats = pause_s is None and previous_reason not in ("", *PAUSED)
             in_extra = not lives or (repeats and (pool.repeated_failure == "wrong" or process in failed_tries))
             begin_s = asyncio.get_running_loop().time()
@@ -455,7 +453,7 @@ class Episode:
                     raise
                 previous_reason = failure.end.reason
                 if not in_extra:
-                    # After an outage no success elsewhere counts, because the service has failed, not the process.
+                    # After an outage a success elsewhere says nothing about this process, since a service has failed.
                     failed_tries[process] = -1.0 if previous_reason == "unavailable" else begin_s
                 if previous_reason in PAUSED:
                     await asyncio.sleep(pause_s)
@@ -477,7 +475,7 @@ class Episode:
             self._pool.idle_extras.put_nowait(extra)
 
     async def _try(self, argument: Argument, process: _Process) -> Turn:
-        """Try a call in the episode's process, else in `process`. After a failed try the episode has no process."""
+        """Try a call in the episode's process, else in `process`. If the try fails, the episode has no process."""
         try:
             if self.process is None:
                 self.process = process
@@ -528,7 +526,7 @@ class Episode:
     def _record_failure(
         self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False
     ) -> None:
-        """Record that an episode failed. argument: of the failed call. repeated: the try before failed likewise."""
+        """Record that an episode failed. argument: of the failed call. repeated: the last tries failed equally."""
         pool = self._pool
         arguments = [*(earlier for earlier, _ in self._past_calls), argument]
         responses: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]
@@ -559,9 +557,9 @@ class Episode:
 
 
 async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
-    """Play the first turn of two episodes, with the reference and with an empty text as the policy's response.
+    """Play the first turn of two episodes before a run, with the reference and with an empty text as response.
 
-    Raises ValueError for an invalid turn. An agent, which needs a policy, is not tried.
+    Raises ValueError if the class returns an invalid turn. An agent, which needs a policy, is not tried.
     """
     if str(section.name).startswith("verifiers:"):
         return

@@ -1,4 +1,4 @@
-"""The inputs of an environment: the policy's response in a turn, or an agent's access to the policy."""
+"""Defines the inputs of an environment: the policy's response in a turn, and an agent's access to the policy."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ class ToolCall:
     raw: str = ""
     """The text of the call."""
     error: str = ""
-    """The reason why the call cannot be read, in one word; empty for a readable call. The environment answers a
-    call with an error."""
+    """The reason why the call cannot be read, in one word; empty for a readable call. The environment
+    also gets unreadable calls, to answer with an error message."""
     id: str = ""
-    """The id that the format gives the call, for `tool_call_id`; empty for most formats."""
+    """The call's id, which the tool's answer repeats as `tool_call_id`; empty if the policy's format has no ids."""
 
 
 @record
@@ -43,9 +43,9 @@ class Agent:
     base_url: str
     """Base URL for a client of OpenAI's chat completions, http://127.0.0.1:PORT/v1."""
     api_key: str
-    """Key of this episode alone, valid until the episode ends."""
+    """Secret key for this episode's requests, valid until the agent's method `run` ends."""
     model: str
-    """Name of the model to send in requests; equal in all runs."""
+    """Name of the model that the agent has to send in requests; equal in all runs."""
     route_key: str = ""
     """Value of the header ROUTE_HEADER for a client that serves many episodes.
 

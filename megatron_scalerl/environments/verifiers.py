@@ -1,4 +1,4 @@
-"""Runs environments of the library verifiers 0.4 (`environment: verifiers:NAME`); the library loops over turns.
+"""Runs environments of the library verifiers 0.4 (`environment: verifiers:NAME`). The library's agents ask for turns.
 
 The library lives in a separate virtual environment, `FOLDER` beside this package's (`tools/install.sh environments`).
 Each environment process starts an environment server there (`verifiers_server.py`) and sends the server the runs of
@@ -8,9 +8,10 @@ all episodes over ZeroMQ. Server and harness programs end with the environment p
          <--[number, "delta", part of a trace]--  ...  <--[number, "reply", end]--
          --[number, "cancel", the run's number]-->  if the run's caller was cancelled
 
-Only rewards and errors of the traces are used; the policy is trained on the requests that the route records. The
-server keeps an HTTP client for each configuration of a request. So that all episodes share one client, the key of an
-episode is sent with the sampling settings, as `cache_salt`. A failure in the library is no failure of the policy.
+Of the library's traces only rewards and errors are used: the policy is trained on the requests that `rollouts.agents`
+records. The server keeps an HTTP client for each configuration of a request. So that all episodes share one client,
+the key of an episode is sent with the sampling settings, as `cache_salt`. An episode in which the library fails is
+lost.
 
     python -m megatron_scalerl.environments.verifiers NAME > prompts.jsonl    writes the rows of a taskset
 """
@@ -37,14 +38,14 @@ from megatron_scalerl.rewards.sandbox import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
 START_S = 240.0
-"""Time limit for the first answer of a server that starts (s)."""
+"""Time limit for the first answer of an environment server after the start (s)."""
 Table = dict[str, Any]
 
 
 class LibraryFailed(RuntimeError):
     """The library ended a run without a reward.
 
-    `status_code`: the HTTP status of the failure, None unless the library reports a status.
+    `status_code`: the HTTP status that the library reports for the failure; None without a status.
     """
 
     def __init__(self, error: Table):
@@ -53,16 +54,16 @@ class LibraryFailed(RuntimeError):
 
 
 class Server:
-    """A process that serves an environment of the library; takes requests from the start on.
+    """A process that serves an environment of the library. Requests may be sent before the process is ready.
 
-    `life_task`: task that lasts as long as the process, and then raises the reason of the end.
+    `life_task`: task that runs as long as the process, and then raises an exception with the reason of the end.
     """
 
     def __init__(self, name: str):
         self._name = name
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
-        # The queue of the socket has no limit, so no request waits for a server that starts.
+        # 0: the socket's queue has no limit, so that sending does not wait until the server has started.
         self._socket.sndhwm = 0
         self._runs: dict[str, tuple[asyncio.Future[Table], Table]] = {}
         """Number of a request -> (future of the reply, traces received so far)."""
@@ -74,13 +75,13 @@ class Server:
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
-            # The sending waits for the socket's connection.
+            # `sending` is done once the socket has been connected.
             sending = self._send(number, method, request)
             await asyncio.wait((sending, self.life_task), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reply, self.life_task), return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._runs[number]
-            # The caller was cancelled while the run was in progress.
+            # Without a reply and with a living server, the caller was cancelled during the run.
             if not (reply.done() or self.life_task.done()):
                 await self._send("", "cancel", {"request_id": number})
         if not reply.done():
@@ -96,7 +97,7 @@ class Server:
 
     async def _live(self) -> None:
         with self._socket:
-            # The folder is of this user alone. The path is short, because a socket's path has at most 107 characters.
+            # Only this user can enter the folder. In /tmp, since a socket's path has at most 107 characters.
             folder = tempfile.mkdtemp(dir="/tmp")
             address = f"ipc://{folder}/server"
             server = command("serve", self._name, address)
@@ -106,7 +107,7 @@ class Server:
                 async with race(self._read(), process.wait()) as (reading, _):
                     if reading.done():
                         reading.result()
-                    raise ProcessDied("its process exited")
+                    raise ProcessDied("the server's process exited")
             finally:
                 if process.returncode is None:
                     process.send_signal(END)
@@ -117,7 +118,7 @@ class Server:
             raise TimeoutError(f"no answer within {START_S:g} s of the start")
         while True:
             number, kind, data = await self._socket.recv_multipart()
-            # The run's caller was cancelled.
+            # A message for a run whose caller was cancelled is dropped.
             if number.decode() not in self._runs:
                 continue
             part = msgspec.msgpack.decode(data)
@@ -132,7 +133,7 @@ class Server:
 
 
 def verdict(reply: Table) -> tuple[float, Table]:
-    """(reward of a run; metrics, with the parts of the reward). Raises LibraryFailed."""
+    """(reward of a run; metrics, with the parts of the reward). Raises LibraryFailed if there is no reward."""
     traces = reply["traces"]
     unknown = {"type": "the environment server", "message": reply["error"]}
     head = reply.get("head") or {"ok": False, "errors": []}
@@ -140,9 +141,9 @@ def verdict(reply: Table) -> tuple[float, Table]:
         raise LibraryFailed([unknown, *(error for part in (*traces, head) for error in part["errors"])][-1])
     rewards_by_name = {name: reward for trace in traces for name, reward in (trace.get("rewards") or {}).items()}
     rewards = list(rewards_by_name.values())
-    # A second agent, such as a user, would be trained with the reward of the first agent.
+    # With a second agent, such as a simulated user, both agents' turns would get the reward of the first agent.
     if len(traces) != 1 or not rewards or None in rewards:
-        problem = f"an episode needs one agent with scores for its rewards; found {len(traces)} with {rewards}"
+        problem = f"an episode needs one agent with scored rewards; found {len(traces)} agents, rewards {rewards}"
         raise LibraryFailed({"type": "the taskset", "message": problem})
     metrics = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
     scores = {name: reward["score"] for name, reward in rewards_by_name.items()}
@@ -150,14 +151,14 @@ def verdict(reply: Table) -> tuple[float, Table]:
 
 
 class Verifiers:
-    """Runs the library's agent. All episodes of a process share a server, and a dead server is replaced."""
+    """Runs the library's agent for a row. All episodes of a process share a server, which is replaced if dead."""
 
     name: str
     client: Table
     server: Server | None = None
 
     async def run(self, row: Table, agent: Agent) -> tuple[float, Table]:
-        """Play the row's task. Raises LibraryFailed, and ConnectionError if the server ends."""
+        """(reward, metrics) of a run of the row. Raises LibraryFailed, or ConnectionError if the server ends."""
         headers = {**self.client.get("headers", {}), ROUTE_HEADER: agent.route_key}
         request = {
             "task_data": row["task_data"],
@@ -176,7 +177,7 @@ class Verifiers:
 
     @classmethod
     async def start_server(cls) -> None:
-        """Start the server, and return once the server answers. Raises ConnectionError."""
+        """Start the server, and return once the server answers. Raises ConnectionError if the server ends."""
         await cls.ask("health", {})
 
 
@@ -203,7 +204,7 @@ def command(*arguments: str) -> list[str]:
         raise ModuleNotFoundError(f"no library verifiers in {programs.parent}; run tools/install.sh environments")
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != PACKAGE_ROOT]
     variables = [f"PYTHONPATH={os.pathsep.join(paths)}", f"PATH={programs}{os.pathsep}{os.environ['PATH']}"]
-    # -P is needed because the folder of the program has a module with the library's name.
+    # -P keeps the program's folder off the path, since the folder has a module with the library's name.
     return ["env", *variables, f"{programs}/python", "-P", verifiers_server.__file__, *arguments]
 
 

@@ -1,11 +1,11 @@
 """The program that `environments.verifiers` runs in the virtual environment of the library verifiers.
 
-    verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used, and
-                                              installs the packages of the harness
+    verifiers_server.py check NAME            installs the packages of the environment's harness (the library's
+                                              agent program); exits with a line on stderr if this fails
     verifiers_server.py rows NAME             prints a row for each task, as JSON lines
     verifiers_server.py serve NAME ADDRESS    serves the environment
 
-The program imports nothing of megatron_scalerl, which is not installed in that virtual environment.
+The program does not import megatron_scalerl, which the library's virtual environment does not have.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from typing import Any
 
 
 def tables(name: str) -> dict[str, Any]:
-    """The library's settings, as tables env and client: from a TOML file, or for the taskset with the id `name`."""
+    """The library's settings, with tables env and client: from the TOML file `name`, or for the taskset `name`."""
     if name.endswith(".toml"):
         return tomllib.loads(Path(name).read_text(encoding="utf8"))
     return {"env": {"taskset": {"id": name}}}
 
 
 def configured(name: str) -> tuple[Any, Any, Any]:
-    """(environment, harness, runtime): the library's configurations. The default runtime is a process on this host.
+    """The library's configurations (environment, harness, runtime). The default runtime is a process on this host.
 
     Exits with a line on stderr if the settings cannot be used, or if the harness would execute the policy's text on
     this host.
@@ -36,7 +36,7 @@ def configured(name: str) -> tuple[Any, Any, Any]:
     try:
         config = resolve_env_config(tables(name)["env"])
     except ValueError as problem:
-        # The message may have several lines, which become one.
+        # The exit message has to be one line.
         sys.exit(" ".join(str(problem).split()))
     harnesses = config.agent_harnesses()
     if len(harnesses) != 1 or config.id == "best-of-n":
@@ -57,7 +57,7 @@ def configured(name: str) -> tuple[Any, Any, Any]:
 
 
 def check(name: str) -> None:
-    """Install the harness's packages, as the first episode would. Exits with a line on stderr if something fails."""
+    """Install the harness's packages before the first episode. Exits with a line on stderr if something fails."""
     from verifiers.v1.runtimes import provision_runtime
     from verifiers.v1.utils.loaders import load_harness
 
@@ -78,10 +78,10 @@ def check(name: str) -> None:
 
 
 def rows(name: str) -> None:
-    """Print the tasks as rows of a prompts file. The answer is the task's key, since the taskset has the answers."""
+    """Print the tasks as rows of a prompts file. A row's answer is the task's key: the taskset has the answers."""
     from verifiers.v1.utils.loaders import load_taskset
 
-    # The default action lets `| head` end the program without an error.
+    # With the default action of SIGPIPE, a pipe into `head` ends the program without an error.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     config, _, _ = configured(name)
     for task in load_taskset(config.taskset):

@@ -4,13 +4,13 @@ The process imports the user's class, reports the class's declarations, and then
 episode has an object of the class, and never runs two calls at once. The heads of the frames (`processes.worker`):
 
     setup      Setup; the reply's body is Declared
-    request    Request: reset with a row, step with a response, run with a row and an agent; without any the episode
-               is closed, with the number 0
+    request    Request: reset with a row, step with a response, run with a row and an agent. A request with none of
+               the three closes the episode, and gets no reply
     reply      Reply
 
-Methods that are coroutines run on the event loop and are cancelled after the time limit, `run` when the episode is
-closed. Other methods run in threads, which nothing can stop: the pool kills the process. An environment's output goes
-to the log of the process, never into the protocol.
+Methods that are coroutines run on the event loop; `reset` and `step` are cancelled after the time limit, `run` when
+the episode is closed. All further methods run in threads, which nothing can stop: after the time limit the pool kills
+the process. An environment's output goes to the log of the process, not into the protocol.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, is_unavailable
 
 TURN_BYTES = 2**20
-"""The largest size of a call's result, as JSON in UTF-8 (bytes)."""
+"""Largest size of a call's result, as JSON in UTF-8 (bytes)."""
 ERROR_CHARS = 4000
-"""Number of characters at the end of a traceback that a reply has."""
+"""Largest number of characters of a traceback in a reply; a longer traceback loses the beginning."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 
 
@@ -51,14 +51,14 @@ Setup = tuple[str, int | None, float]
 Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
 """(tools, repeated_failure, whether the class has `run`): declarations of the user's class.
 
-The tools are JSON schemas of functions. An episode whose failure repeats is `wrong` or `lost`, as repeated_failure
-says.
+The tools are JSON schemas of functions. repeated_failure: whether an episode counts as `wrong` or is `lost` if a call
+fails again when tried again.
 """
 
 
 @record
 class Request:
-    """A request to call a method of an environment; without row and response, a request to close the episode."""
+    """A request to call a method of an episode's environment, or without row and response, to close the episode."""
 
     episode: int
     row: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class Request:
     response: Response | None = None
     """The policy's response, for a call of step."""
     agent: Agent | None = None
-    """The access to the policy, for a call of run."""
+    """Address and key by which the agent asks the policy, for a call of run."""
 
 
 @record
@@ -76,7 +76,7 @@ class Reply:
     turn: msgspec.Raw
     """`pool.Turn` as JSON, without checks of the values."""
     failure: Failure
-    """The reason of a failure; empty for a call whose result JSON can hold."""
+    """The reason of the call's failure; empty for a valid result."""
     error: str
     """The end of the traceback; empty without a failure."""
 
@@ -91,16 +91,16 @@ def encoded(value: Any, *, finite: bool = False) -> bytes:
 
 
 def _builtin_value(value: Any) -> Any:
-    # The value is a scalar of numpy.
+    # numpy's scalars have the method `item`.
     if hasattr(value, "item"):
         return value.item()
     return msgspec.to_builtins(value)
 
 
 async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float) -> Reply:
-    """Call the user's class and return the reply; every exception becomes a reply as well.
+    """Call a method of the user's class and return the reply; an exception also becomes a reply.
 
-    place: list that holds the episode's object from the first call on.
+    place: list for the episode's object, empty before the first call.
     """
 
     arguments = [value for value in (request.response, request.row, request.agent) if value is not None]
@@ -116,7 +116,7 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         return getattr(place[0], name)(*arguments)
 
     asynchronous = inspect.iscoroutinefunction(getattr(kind, name))
-    # The duration of a run depends on the policy, so the pool sets the limit of a run.
+    # The duration of a run depends on the policy, so the pool decides when to end a run.
     limit = asyncio.timeout(timeout_s if asynchronous and name != "run" else None)
     turn = b"null"
     error = ""
@@ -128,14 +128,14 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         turn = encoded(_turn(result, name), finite=True)
         failure = ""
     except BaseException as problem:
-        # SystemExit is also caught, because the process goes on with other episodes.
+        # BaseException, so that SystemExit does not end the process, which has further episodes.
         error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
         if limit.expired() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
             failure = "hung"
         elif failure == "raised" and is_unavailable(problem):
             failure = "unavailable"
     if error:
-        # The class may have closed stderr.
+        # The error also goes to the log; writing fails if the class has closed stderr.
         with contextlib.suppress(OSError, ValueError):
             os.write(2, f"{name} failed ({failure}):\n{error}".encode())
     if len(turn) > TURN_BYTES:
@@ -146,9 +146,9 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
 
 
 def _generated(call: Callable[[], Any]) -> Iterator[Any]:
-    """Yields the result of a call, so that a StopIteration of the user's code becomes a RuntimeError.
+    """Yields the result of a call. Inside a generator a StopIteration of the user's code becomes a RuntimeError.
 
-    A future cannot hold a StopIteration.
+    The caller needs this, since a future cannot hold a StopIteration.
     """
     yield call()
 
@@ -178,11 +178,11 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
 
 
 def _kind(head: str, name: str) -> Any:
-    """The class that environment.name stands for, MODULE:CLASS or verifiers:NAME. Raises ValueError."""
+    """The class for environment.name, MODULE:CLASS or verifiers:NAME. Raises ValueError if there is no such class."""
     library, _, environment = name.partition(":")
     if library != "verifiers":
         return imported(head, name, "'module:Class'")
-    # This module is slow to import.
+    # The import is here because the module `verifiers` is slow to import.
     from megatron_scalerl.environments.verifiers import agent_class
 
     try:
@@ -226,10 +226,10 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
     """Number of an episode -> the task of the latest call."""
 
     async def answer(head: bytes, _: bytes) -> Answer | None:
-        # json.loads is used, since msgspec's decoder refuses the NaN that a row may hold.
+        # Not msgspec.json: a row may hold NaN, which msgspec's decoder refuses.
         request = msgspec.convert(json.loads(head), Request)
         if request.row is None and request.response is None:
-            # A second close, or a close before the first call, finds nothing.
+            # The episode may be unknown, if closed before or closed without a call.
             episodes.pop(request.episode, None)
             call = calls.pop(request.episode, None)
             if call is not None and stoppable:
@@ -244,7 +244,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
 
 def main() -> None:
     """Serve episodes until the controller ends this process."""
-    # Signals to the whole group are for the controller, which may still finish episodes to save.
+    # SIGINT and SIGTERM are ignored: the controller gets the same signals, and may still finish episodes.
     ignore_signals()
     with pool_socket() as connection:
         request, setup_json = receive_setup(connection)

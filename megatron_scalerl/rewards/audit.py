@@ -1,8 +1,8 @@
-"""A second judge beside the verifier `math` (`validation.audit`), which confirms answers that are plainly right.
+"""The built-in second judge for the verifier `math` (`validation.audit`): confirms answers that are plainly right.
 
-The judge uses no part of math-verify: the last box, `<answer>` tag, `####` line or number of an answer is compared
-with the reference as a written-out number, or as equal text. An answer that the verifier accepts and the judge does
-not confirm deserves a look by a person.
+The judge uses no part of math-verify. The last box, `<answer>` tag, `####` line or number of an answer has to be the
+reference: the same written-out number, or equal text. If the verifier accepts an answer that the judge does not
+confirm, a person should look at the answer.
 """
 
 import re
@@ -22,11 +22,11 @@ _LAST_NUMBER = re.compile(
 _UNFINISHED_TEXT = re.compile(
     r"(?:[\d)}]\s*(?:[-+*/^×÷·(,]|\\times|\\cdot|\\div|\bor\b|\band\b)|\\sqrt\{?|\^\{?)\s*$"
 )
-"""Matches text before a number that is only an operand or an alternative, as in "3 + 4" or "3 or 4"."""
+"""Matches the text before a number that is only an operand or an alternative, as 4 is in "3 + 4" or "3 or 4"."""
 
 
 def confirm_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
-    """True if the last answer in a text is the reference: the same written-out number, or equal text."""
+    """True if the last answer in a text is the reference: as a written-out number, or if not a number, as a text."""
     del extra
     stated = whole_answer(stated_reference(reference))
     box = last_box(answer_text)

@@ -1,20 +1,21 @@
 """The verifier `code`: the program in an answer has to pass all unit tests of the problem, in a sandbox.
 
 The program is the last fenced code block in Python of the text after thinking. An answer without a closed block has
-no program and is wrong, as in the evaluation of LiveCodeBench. The answer column holds the tests (`code_tests`).
+no program and is wrong, as in the evaluation of LiveCodeBench. The prompt's answer column holds the tests
+(`code_tests`).
 
-docs/tasks.md lists the actions that a program is denied, and tests/rewards/test_hostile_programs.py tries these
-actions. Verdicts:
+docs/tasks.md lists the actions that the sandbox denies a program; tests/rewards/test_hostile_programs.py tries each
+action. The kinds of tests:
 
 * Standard input and output: the program's output is compared here, outside of the sandbox, which never contains the
   expected output. Printing a verdict, exiting early or patching the interpreter gains nothing.
 * Calls and assertions: the tests run in a second process of the same sandbox, which the program cannot read, trace or
-  write to; the program gets arguments and returns plain data. The program can still forge two results: an assertion
-  without an expected value (`assert f(1)`) passes for any true value, and the program may define every function that
-  the tests use but neither import nor define, except builtins.
+  write to; the program gets arguments and returns plain data. Two ways to cheat remain: an assertion without an
+  expected value (`assert f(1)`) passes for any true value, and a program may define a helper function that the tests
+  call but neither import nor define.
 
-The verdict depends on the arguments alone, unless the program reads the time or os.urandom: hash seed and environment
-are fixed.
+Equal arguments give equal verdicts, unless the program reads the time or os.urandom: hash seed and environment are
+fixed.
 """
 
 import ast
@@ -28,19 +29,19 @@ from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox
 
 OUTPUT_SLACK = 1 << 16
-"""Number of bytes that a program may write in addition to twice the size of the expected output.
+"""Number of bytes that a program may print in addition to twice the size of the expected output.
 
 A program that writes more is killed, and the answer is wrong.
 """
 NUMBER_LENGTH = 64
-"""Largest number of characters of a word that is compared as a number. Longer words are compared as text."""
+"""Largest number of characters of a word in an output that is compared as a number; longer words are text."""
 PYTHON = ("python", "python3", "py", "py3", "python2")
 """Language names, in lower case, that mark a fenced code block as Python."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PLACES = 6
-"""Number of decimal places of an expected number from which on RELATIVE and ABSOLUTE are the tolerances.
+"""Expected numbers with at least PLACES decimal places, or an exponent, have the tolerances RELATIVE and ABSOLUTE.
 
-The same tolerances, which APPS and TACO use, apply to every expected number with an exponent.
+APPS and TACO use the same tolerances.
 """
 RELATIVE = Decimal("1e-5")
 """Relative tolerance of an expected number with an exponent or PLACES decimal places, as in numpy.allclose."""
@@ -78,11 +79,11 @@ def is_program(text: str) -> bool:
 
 
 def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
-    """(language in lower case, content) of every closed fenced block."""
+    """(language in lower case, content) of every closed fenced code block; the language is empty if not named."""
     language = indent = ""
     fence: str | None = None
     lines: list[str] = []
-    # Only line breaks split the text: str.splitlines would also split at separators inside a string literal.
+    # Not str.splitlines, which also splits at characters such as U+2028 inside a string literal of the program.
     for line in answer_text.replace("\r\n", "\n").split("\n"):
         mark = _FENCE.match(line)
         if mark and "`" in mark[3]:
@@ -96,16 +97,16 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
         elif mark and not mark[3].strip() and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
             yield language, "\n".join(lines) + "\n"
             fence = None
-        else:  # in a list, fence and lines have the same indent
+        else:  # a fence inside a list is indented, as are all lines of the block
             lines.append(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" "))
 
 
 def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limits: Limits) -> bool:
     """True if the program passes all tests of `reference`.
 
-    extra: the row's other columns, for `parse_tests`. limits: processor time of each run of the program (of all
-    assertions together), address space, and the size of files. Raises ValueError for tests in an unknown form,
-    TimeLimitExceeded, and SandboxError if no sandbox could be made.
+    extra: the row's further columns, for `parse_tests`. limits: processor time of each run of the program (assertions
+    are one run), address space, and the size of files. Raises ValueError for tests in an unknown form,
+    TimeLimitExceeded if the processor time is exceeded, and SandboxError if no sandbox could be made.
     """
     tests = parse_tests(reference, extra)
     program = extract_program(answer_text)
@@ -113,7 +114,10 @@ def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limi
 
 
 def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | None = None) -> bool:
-    """True if a program passes all tests. deadline: the latest time.monotonic() (s). Raises as `verify_code`."""
+    """True if a program passes all tests. Raises as `verify_code`, and SandboxError after the deadline.
+
+    deadline: value of time.monotonic() (s); None: no deadline.
+    """
     with Sandbox(limits, deadline=deadline) as sandbox:
         if tests.script is not None:
             return sandbox.run_tests(program, tests.script, tests.entry_point)

@@ -2,13 +2,13 @@
 
 * Wrong programs have the names that the tests use, and do nothing, return a value that no problem asks for, or raise.
   Tests that a wrong program passes would reward answers that solve nothing.
-* The row's own solution, if any (`SOLUTIONS`), has to pass. Otherwise no answer might ever be right. A solution that
-  runs out of time, starter code, and programs that cannot run here show nothing about the tests.
+* The row's own solution, if any (`SOLUTIONS`), has to pass. Otherwise perhaps no answer could be right. A solution
+  that exceeds the time limit or cannot run here, or that is only starter code, shows nothing about the tests.
 
-The tests of a file are tried once, for LOAD_S seconds, and the user's cache keeps the results, like the results for
-mathematical references. Tests are tried in the order of hashes, so the tried tests are a random sample. The remaining
-tests are tried at first use (`pool`). Results depend on the machine, so nothing that has to stay the same in a run
-may depend on results.
+The tests of a file of prompts are tried once, for at most LOAD_S seconds, and the user's cache keeps the results, as
+for mathematical references. Tests are tried in the order of hashes, so the tried tests are a random sample. The pool
+tries the remaining tests at first use (`VerifierPool.problem_of`). Results depend on the speed of the machine, so
+nothing that has to be reproducible may depend on results.
 """
 
 import ast
@@ -35,9 +35,10 @@ LOAD_S = 60.0
 """Time limit for trying the tests of a file of prompts before a run (s)."""
 NICENESS = 10
 SOLUTIONS = ("canonical_solution", "solution", "solutions", "gold_standard_solution", "completion", "code")
-"""Columns of solutions in public sets: a text, a list of texts, or CodeContests' object with a list `solution`."""
+"""Columns of solutions in public data sets. A value is a text, a list of texts, or CodeContests' object with a list
+`solution`."""
 MOST_UNAVAILABLE = 8
-"""Number of checks without a sandbox after which the remaining checks of a file are skipped."""
+"""Number of checks that got no sandbox after which the remaining checks of a file are skipped."""
 PYTHON_2 = {"raw_input", "xrange", "unichr"}
 MOST_SOLUTIONS = 3
 """Largest number of a row's solutions that are tried; at least one solution has to pass."""
@@ -47,7 +48,7 @@ _PLAIN_ASSERTION = re.compile(
 )
 """Matches an assertion that no wrong program passes: a call of the program's function has to equal a literal."""
 _BRANCH = re.compile(r"^\s*(?:if|for|while|try|with|class|return|async)\b|def (?!test|check)", re.M)
-"""Matches statements that may keep the tests from reaching an assertion, such as branches and functions."""
+"""Matches statements, such as branches and helper functions, after which an assertion might not be evaluated."""
 _WRONG = {
     "does nothing": ("return",),
     "returns a wrong value": ("return object()", "return 'no problem asks for this'", "return 987654321"),
@@ -68,8 +69,8 @@ def problem_of(
 ) -> str:
     """Why a row's tests are unusable: a wrong program passes, or the row's own solution fails. Empty if usable.
 
-    columns: the row's other columns. deadline: the latest time.monotonic() (s). Raises as `verify_code`, except for
-    the time limit.
+    columns: the row's further columns. deadline: value of time.monotonic() (s); None: no deadline. Raises as
+    `code.passes`, but handles TimeLimitExceeded.
     """
     tests = parse_tests(reference, columns)
 
@@ -89,9 +90,10 @@ def problem_of(
 
 
 def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
-    """(behavior, program) of each wrong program to try, for tests that are Python of the data set.
+    """(behavior, program) of each wrong program to try; none for tests that are no Python text of the data set.
 
-    A name with a capital first letter is tried as a function, and as a class whose methods have the behavior.
+    A name with a capital first letter is defined once as a function, and once as a class whose methods have the
+    behavior.
     """
     script = tests.script or ""
     plain_names = {"candidate", *tests.names} & {*_PLAIN_ASSERTION.findall(script)}
@@ -109,7 +111,7 @@ def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
 
 
 def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
-    """The Python programs among a row's solutions. A solution of HumanEval continues the text of the problem."""
+    """The Python programs among a row's solutions. In HumanEval, problem text and solution together are a program."""
     value: Any
     for value in map(columns.get, SOLUTIONS):
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -127,7 +129,7 @@ def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _can_show(program: str) -> bool:
-    """Whether a solution can run here: no starter code, no Python 2, no import that the sandbox lacks."""
+    """Whether a solution can run here: has no empty function, no Python 2, and no import that the sandbox lacks."""
     nodes = list(ast.walk(ast.parse(program)))
     return (
         not any(isinstance(node, ast.FunctionDef) and all(map(_is_empty, node.body)) for node in nodes)
@@ -143,7 +145,7 @@ def _is_empty(statement: ast.stmt) -> bool:
 
 
 def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limits) -> list[str | None]:
-    """The result of `problem_of` for each row (question, tests, other columns); None for a row that was not tried."""
+    """The result of `problem_of` for each row (question, tests, further columns); None if the row was not tried."""
     keys = [hashlib.sha256(msgspec.json.encode(row)).hexdigest()[:16] for row in rows]
     by_key = dict(sorted(zip(keys, rows)))
 
@@ -156,7 +158,7 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
                 return None
             try:
                 return problem_of(*by_key[key], limits, deadline)
-            except VerifierUnavailable:  # no sandbox here, or no time left
+            except VerifierUnavailable:  # no sandbox can be made here, or the deadline has passed
                 unavailable.append(key)
                 return None
 
@@ -171,7 +173,7 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 def remembered(keys: Sequence[str], limits: Limits | None, check: Callable[[], dict[str, str]]) -> dict[str, str]:
     """The results that `check` returns for `keys`, from the user's cache if possible; a key may lack a result.
 
-    The cache has results of the same keys, with the same limits, the same source of this package and the same Python.
+    Results from the cache were made for equal keys and limits, by equal sources of `rewards` and an equal Python.
     """
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     cache_key = msgspec.json.encode([keys, limits, sources, sys.version])

@@ -1,4 +1,4 @@
-"""The unit tests of a code problem, as its answer column holds them, in the forms of public sets:
+"""Reads the unit tests of a code problem from the answer column, in the forms of public data sets:
 
     [{"input": "2 3\\n", "output": "5\\n"}, ...]                       standard input and output
     [{"fn_name": "add", "input": [2, 3], "output": 5}, ...]            calls of a function
@@ -10,8 +10,8 @@
     assert add(2, 3) == 5                                              Python: statements, functions test*, classes
                                                                        Test* or unittest's, or check(candidate)
 
-All forms but the last are JSON texts. A text of standard input or output may be a list of lines. The row's other
-columns may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
+All forms but the last are JSON texts. A text of standard input or output may be a list of lines. Further columns of
+the row may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
 """
 
 import ast
@@ -42,10 +42,10 @@ for _arguments, _expected in json.loads({cases!r}):
     _found = _plain(_function(*_arguments))
     assert _found == _expected or [_found] == _expected
 """
-"""Python text of tests that call a function, or a method of `class Solution`.
+"""Python text of tests that call a function, or a method of `class Solution`, and compare the results.
 
-Tuples are compared as lists. A result may also equal the only item of an expected list, as many data sets wrap
-outputs.
+Tuples are compared as lists. If the expected output is a list of one item, the item is also right, since many data
+sets put an output into a list.
 """
 
 
@@ -63,17 +63,17 @@ class CodeTests:
     script: str | None = None
     """Python with assertions on the program's functions."""
     entry_point: str = ""
-    """Name of the function that is passed to the script's `check`; empty if the script calls functions by name."""
+    """Name of the program's function that is passed to the script's `check`; empty if no function is passed."""
     called: frozenset[str] = frozenset()
-    """Names that the tests call in the program. The text of the problem has to mention at least one name."""
+    """Names of the program that the tests use. The problem's text has to mention one of the names at least."""
     names: frozenset[str] = frozenset()
-    """All names that a script of the data set expects of the program; empty for a script that `_calls` has made."""
+    """All names that the program has to define for a script of the data set; empty for a script of `_calls`."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
-    """The unit tests in the text of an answer column. extra: the row's other columns.
+    """The unit tests in the text of an answer column. extra: the row's further columns.
 
-    Raises ValueError, in one line, for a text in no known form, and for tests that would evaluate no assertion.
+    Raises ValueError, in one line, for a text in no known form, and for tests that every program would pass.
     """
     columns = extra or {}
     try:
@@ -102,7 +102,7 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
 
 
 def _is_call(case: Mapping[str, Any]) -> bool:
-    """Whether a case says that it calls a function."""
+    """Whether a case is marked as a call of a function."""
     return case.get("testtype") == "functional" or case.get("type") == "function_call"
 
 
@@ -117,14 +117,14 @@ def _function_of(row: Mapping[str, Any]) -> str:
     names = (place.get(key) for place in (row, metadata) for key in ("fn_name", "func_name", "entry_point"))
     name = next((name for name in names if name), "")
     if isinstance(name, str):
-        name = name.removeprefix("Solution().")  # LeetCodeDataset has this prefix
+        name = name.removeprefix("Solution().")  # as names in LeetCodeDataset begin
     if not isinstance(name, str) or (name and (keyword.iskeyword(name) or not name.isidentifier())):
         raise ValueError(f"the tests name the function {name!r}, which is no name in Python")
     return name
 
 
 def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases of tests in the form {"inputs": [...], "outputs": [...]}, each with keys input and output."""
+    """The cases of tests in the form {"inputs": [...], "outputs": [...]}, as dicts with the keys input and output."""
     inputs, outputs = (parsed.get(f"{key}s", parsed.get(key)) for key in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"tests need the lists inputs and outputs, of equal length; the keys are {_keys([parsed])}")
@@ -140,7 +140,7 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
         case_input = case["input"]
         expected = case["output"]
         if isinstance(case_input, str):
-            # LiveCodeBench writes each argument, and the result, as a JSON text
+            # LiveCodeBench writes each argument as a line of JSON, and the result as JSON
             try:
                 case_input = [json.loads(line) for line in case_input.split("\n") if line.strip()]
                 if isinstance(expected, str):
@@ -217,7 +217,7 @@ def _pytest_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _called_names(nodes: list[ast.AST]) -> frozenset[str]:
-    """Names that the program has to define: the tests import from `solution`, or use without a definition."""
+    """Names that the tests import from `solution`, or use without a definition; the program has to define each."""
     names = (str(getattr(n, key, "")).partition(".")[0] for n in nodes for key in ("arg", "name", "asname"))
     defined = {*dir(builtins), *names}
     defined |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -227,7 +227,7 @@ def _called_names(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _asserts(node: ast.AST) -> bool:
-    """Whether a node is an assertion, unittest's included."""
+    """Whether a node is an assert statement, or a call of unittest's assert methods or of raises."""
     if not isinstance(node, ast.Call):
         return isinstance(node, ast.Assert)
     method = getattr(node.func, "attr", "")
@@ -235,7 +235,7 @@ def _asserts(node: ast.AST) -> bool:
 
 
 def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
-    """Syntax nodes that run when the tests run: a function runs if a node that runs mentions the function's name."""
+    """Syntax nodes that run when the tests run. A function counts as run if a node that runs mentions the name."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     bodies: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
@@ -259,7 +259,7 @@ def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, (*functions, ast.ClassDef)):
                 waiting_nodes.append(child)
-        name = getattr(node, "id", getattr(node, "attr", ""))  # a bare name reaches a method, too
+        name = getattr(node, "id", getattr(node, "attr", ""))  # also an attribute's name, for methods
         if name in bodies and name not in reached_names:
             reached_names.add(name)
             waiting_nodes += bodies[name]

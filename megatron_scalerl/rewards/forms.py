@@ -1,11 +1,11 @@
-"""Answers that give a row's reference in different forms; a working verifier rewards at least one answer."""
+"""Writes a row's reference as answers in different forms. A verifier that works rewards at least one of the forms."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def forms_of(reference: str, columns: Mapping[str, Any]) -> list[str]:
-    r"""The reference as answers: bare, in a box and in answer tags; and the row's solution, if any.
+    r"""The answers to try: the reference bare, in a box and in answer tags; and the row's solution, if any.
 
     Example:
         >>> forms_of("7", {"solution": "3 + 4 = 7"})

@@ -1,14 +1,13 @@
 """Applies the resource limits of one check inside the worker process: processor time, memory and files (Linux).
 
-A check that exceeds a limit makes the answer wrong, so the pool must be able to tell the limits apart:
+An answer whose check exceeds a limit is wrong. The pool tells from the end of the check which limit was exceeded:
 
-    processor time  a timer (ITIMER_PROF, exact, starts at 0 for every check) ends the process by SIGPROF
+    processor time  a timer (ITIMER_PROF, exact, starts again for every check) ends the process by SIGPROF
     memory          an allocation fails: Python raises MemoryError, a C library aborts (SIGABRT)
     files           writing fails with OSError, an error of the verifier
 
 The number of processes (RLIMIT_NPROC) is not limited: the kernel would count all processes and threads of the user,
-including trainer and engines, so no limit would be right. The limits are no sandbox: a verifier runs with the user's
-rights.
+trainer and engines included, so no number fits. The limits are no sandbox: a verifier has the rights of the user.
 """
 
 import resource
@@ -20,16 +19,16 @@ from pathlib import Path
 from megatron_scalerl.record import record
 
 OPEN_FILES = 256
-"""Most open files of a worker."""
+"""Largest number of open files of a worker."""
 MIB = 2**20
 
 
 class VerifierUnavailable(RuntimeError):
-    """A check could not be made, through no fault of the answer, so the answer gets no score."""
+    """A check could not be made, through no fault of the answer, for example because a judge does not answer."""
 
 
 class TimeLimitExceeded(Exception):
-    """An answer exceeded a time limit that the verifier measures, and is wrong with the reason `timeout`."""
+    """Raised by a verifier that measures time itself: the answer exceeded the limit, and is wrong (`timeout`)."""
 
 
 @record
@@ -37,11 +36,11 @@ class Limits:
     """The limits of one check, from the recipe's `rewards`."""
 
     cpu_s: float
-    """Processor seconds of the worker with all threads, without child processes."""
+    """Processor time (s) that the check may use in all threads of the worker, child processes not counted."""
     memory_mb: int | None
-    """Address space that the check may add to the worker's at the start of the check (MiB); None: no limit."""
+    """Address space (MiB) by which the worker's address space may grow during the check; None: no limit."""
     file_mb: int
-    """Size in MiB of each written file."""
+    """Largest size of each written file (MiB)."""
 
 
 def address_space() -> int:
@@ -51,7 +50,7 @@ def address_space() -> int:
 
 
 def limit_process(limits: Limits) -> None:
-    """Apply the limits for the lifetime of the worker: no core dumps, small files, few open files."""
+    """Set the limits that hold as long as the worker lives: no core dumps, small files, few open files."""
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
     lower(resource.RLIMIT_NOFILE, OPEN_FILES)
@@ -59,11 +58,11 @@ def limit_process(limits: Limits) -> None:
 
 @contextmanager
 def limited_check(limits: Limits) -> Iterator[None]:
-    """Limit processor time and memory inside the block."""
+    """Context in which processor time and memory of this process are limited."""
     memory = limits.memory_mb
     if memory is not None:
         lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
-    # the default action ends the process at once: a handler in Python would wait for the end of a long call in C
+    # the default action of SIGPROF ends the process at once; a handler in Python would run only after a call in C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     try:
@@ -76,7 +75,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
 
 
 def lower(kind: int, value: int, *, soft_only: bool = False) -> None:
-    """Set a limit, never above the hard limit, which the host may have set lower."""
+    """Set a limit of this process to `value`, or to the hard limit of the host if lower."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

@@ -33,10 +33,10 @@ from megatron_scalerl.rewards.math_compare import NOTHING, Reading, is_equal, is
 from megatron_scalerl.rewards.math_text import latex, split_unit, whole_answer
 
 TAIL = 10_000
-"""Number of characters at the end of an answer without a box in which the last expression is searched."""
+"""Number of characters at the end of an answer; without a box, only this text is searched for the last expression."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""Matches a brace, or an escaped character, since an escaped brace does not group."""
+"""Matches a brace, or an escaped character, which the caller skips, as an escaped brace opens and closes nothing."""
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
@@ -54,19 +54,20 @@ _NO_ANSWER = re.compile(
     r"(?i:n/a|none|nan|null|proof|unknown|not ?found|omitted)\.?|[\[{]\s*\".*|\[\s*\]"
     r"|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
 )
-"""Matches missing answers, dates and times, which math-verify would read as products, quotients or differences."""
+"""Matches a reference such as n/a or null, a date or a time, which math-verify would read as an expression."""
 _NUMBER = re.compile(r"-?(?:[0-9]{1,30}(?:\.[0-9]{1,30})?|\\[dt]?frac\{[0-9]{1,30}\}\{[1-9][0-9]{0,29}\})")
 _LATEX = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|hbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
 )
-"""Matches texts, environments and commands of LaTeX, whose words are not words of a reference."""
+"""Matches texts, environments and commands of LaTeX: a word inside does not make a reference a text."""
 _DIGIT = re.compile(r"[0-9](?![0-9])")
 _NOT_COMPUTED = re.compile(
     r"\^[\s{(]*[^\s{}()]*(?:\^|\d{5})|\d{5}[)\s]*!|![)\s]*!|\\?(?:[lr]?floor|[lr]?ceil|max|min|mod)(?![a-z])"
 )
-"""Matches powers and factorials that take long to compute, and functions with equal values for several numbers.
+"""Matches powers and factorials that take long to compute, and functions such as floor, with equal values for several
+numbers.
 
-References with a match are not compared before a run.
+`check_references` compares no reference with a match.
 """
 _WORDS = re.compile(r"[^\W\d_]{3,}|(?!ln)[^\W\d_]{2} [^\W\d_]{2}")
 _FUNCTION = re.compile(
@@ -76,14 +77,14 @@ _FUNCTION = re.compile(
 _LIST = re.compile(r"[,;]|\\[{}]|\\cup|\\pm|\\in(?![a-z])|\\begin|\b(?:and|or)\b|\\text")
 """Matches signs of several values, such as a comma, a union or a plus-minus sign.
 
-An expression with a match is not read as a chain a = b, and several formulas of a sentence may together be the
-answer.
+An expression with a match is not read as a chain a = b. If the reference has a match, several formulas of a sentence
+together may be the answer.
 """
 _OPERATORS = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{?d\}?\{?d|/dx")
-"""Matches integrals, sums, products, limits and derivatives, whose value is still to be computed."""
+"""Matches integrals, sums, products, limits and derivatives: an answer with a match is still to be computed."""
 _FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
-"""Number of references from which on several processes share the parsing."""
+"""Smallest number of references that several processes parse, instead of this process alone."""
 _PARSE_S = 5
 """Time limit to parse a reference (s)."""
 _LONGEST = 2000
@@ -106,7 +107,8 @@ def _found_box(text: str) -> tuple[int, str | None, int]:
     """(start, content, end) of the last \\boxed or \\fbox in a text; the content is None without a box.
 
     A nested box is part of the outer box, and an unclosed box does not count. A box without braces at the start of a
-    formula contains the whole formula, else the next word. A percent sign after the formula with the box is kept.
+    formula contains the whole formula, and elsewhere the next word. The content includes a percent sign that follows
+    the formula with the box.
     """
     closing = _closing_braces(text)
     content = None
@@ -134,13 +136,13 @@ def _found_box(text: str) -> tuple[int, str | None, int]:
 
 
 def last_mark(text: str) -> str | None:
-    """The text of the last <answer>34</answer> or "#### 34", at most TAIL characters; None without a mark."""
+    """The content of the last <answer>34</answer> or "#### 34", at most TAIL characters; None if there is no mark."""
     marks = _MARKED_ANSWER.findall(text)
     return next(filter(None, marks[-1]), "")[-TAIL:] if marks else None
 
 
 def is_number(reference: str) -> bool:
-    """Whether a reference is a written-out number, so that only a numeral can be the right answer."""
+    """Whether a reference is a written-out number; then only a written-out number can be the right answer."""
     return is_numeral(split_unit(whole_answer(stated_reference(reference)))[0])
 
 
@@ -166,15 +168,15 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
 
     If the reference is a number, only a numeral can be right, and the text beside the numeral must neither leave the
     number open nor contradict the number. For any other reference an equal expression is right. An expression that
-    stands in the question (`extra["prompt"]`) and is not the reference's own form is wrong. docs/tasks.md has a table
-    of forms.
+    stands in the question (`extra["prompt"]`) and is not written as the reference is wrong. docs/tasks.md has a table
+    of forms that answers may have.
 
     If the reference is a word or the letter of a choice, the box has to be the same word or letter, or the word or
     letter has to follow "The answer is". math_compare.py and docs/tasks.md say how numbers, units and sets are
     compared.
 
-    math-verify's own time limits use signals and are off: the pool kills a check that takes too long, such as a check
-    of 9^(9^9).
+    math-verify's own time limits, which use signals, are off: the pool kills a process whose check takes too long,
+    such as a check of 9^(9^9).
     """
     stated = stated_reference(reference)
     begin, box, box_end = _found_box(answer_text)
@@ -224,7 +226,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _both_signs(text: str) -> str:
-    """The two values of an expression with one plus-minus sign, separated by a comma; other texts unchanged."""
+    """The two values of an expression with one plus-minus sign, separated by a comma; else the text, unchanged."""
     if text.count("\\pm") != 1:
         return text
     return ", ".join(text.replace("\\pm", sign) for sign in ("+", "-"))
@@ -233,7 +235,7 @@ def _both_signs(text: str) -> str:
 def _numerals(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
     """(numeral, math-verify's reading) of each numeral that a text gives as the answer.
 
-    is_answer: the text is the answer and nothing else.
+    is_answer: the text is the content of a box, and so the answer and nothing else.
     """
     own_form = compact_form(text) == compact_form(reference)
     numerals = [member for member in _members(text) if own_form or is_numeral(split_unit(member)[0])]
@@ -254,7 +256,7 @@ def _members(text: str) -> tuple[str, ...]:
 def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
     """(expression, math-verify's reading) of each expression that a text gives as the answer.
 
-    is_answer: the text comes from a box or a mark, and is the answer and nothing else if the text has no words.
+    is_answer: whether the text comes from a box or a mark; without words, such a text is the answer and nothing else.
     """
     has_list = _LIST.search(reference)
     if is_answer and not _has_words(split_unit(text)[0]):
@@ -293,7 +295,7 @@ def stated_reference(reference: str) -> str:
     _, mark, text_after = reference.rpartition("####")
     text = text_after.strip()
     if mark:
-        text = text.partition("\n")[0]  # MetaMathQA adds a sentence after the line
+        text = text.partition("\n")[0]  # MetaMathQA has a further sentence after the line with ####
     if _has_words(text):
         return last_box(text) or text
     return text
@@ -304,7 +306,7 @@ def _unstyled(text: str) -> str:
 
 
 def _name(reference: str) -> str:
-    """The word, the text or the letter of a choice that is the reference, in normal form; empty for mathematics."""
+    """A reference that is a word, a text or the letter of a choice, in the form for comparison; else empty."""
     bare_text = _unstyled(reference)
     if not _NAME.fullmatch(bare_text):
         return ""
@@ -315,13 +317,14 @@ def _name(reference: str) -> str:
 
 
 def _singular(text: str) -> str:
-    """A word without article and plural s, in small letters."""
+    """A word without a leading article and without the s of a plural, in small letters."""
     word = re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
     return re.sub(r"(?<=[a-z]{3}[^s])s$", "", word)
 
 
 def _says(text: str, name: str) -> bool:
-    """True if a text is only the word `name`, or the letter `name` of a choice, perhaps with the choice's text."""
+    """True if a text is the word `name` and nothing more, or the letter `name` of a choice, with or without the
+    choice's text."""
     bare_text = _unstyled(text)
     letter = _LETTER.match(bare_text)
     return name in (_singular(bare_text), letter and letter[1].casefold())
@@ -334,9 +337,9 @@ def _has_words(text: str) -> bool:
 def check_references(references: Sequence[str]) -> list[str]:
     """For each reference, the reason why answers cannot be compared with the reference; empty if usable.
 
-    A reference has to equal its own text, fraction and decimal, and to differ from a neighbour with another first
-    number. Plain numbers, words and letters are compared by rule and not tried. Many references are parsed in several
-    processes: a reference takes about 20 ms of a CPU.
+    A reference has to compare as equal to the same text and to the same value as fraction and decimal, and as
+    different from a neighbour, in which one number is changed. Plain numbers, words and letters need no such try. A
+    reference takes about 20 ms of a CPU, so several processes share many references.
     """
     other_references = sorted({text for text in references if not _NUMBER.fullmatch(text)})
     if len(other_references) < _FEW:
@@ -382,7 +385,7 @@ def _problem_of(reference: str) -> str:
 
 
 def warm_up() -> None:
-    """Load grammars and fill caches, outside of the first check's time limit."""
-    # math-verify warns once that the time limits are off, which is intended.
+    """Load math-verify's grammars and fill caches now, since the first check has a time limit."""
+    # The log level hides math-verify's warning that the time limits are off, as intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     assert verify_math("\\boxed{\\frac{1}{2}}", "0.5", {})

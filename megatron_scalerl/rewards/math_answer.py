@@ -1,7 +1,7 @@
-r"""The answer in a text, and whether this answer is finished: nothing is left to compute or to choose.
+r"""Finds the answer in a text, and tells whether the answer is finished: nothing is left to compute or to choose.
 
-math-verify evaluates expressions (9 + 5 is 14) and takes any expression of a text. A policy that is trained on such
-verdicts learns to repeat the question ("94 - 58 is an arithmetic operation."). Here only a numeral is paid.
+math-verify evaluates expressions (9 + 5 is 14) and accepts any expression of a text. A policy that is trained on such
+verdicts learns to repeat the question ("94 - 58 is an arithmetic operation."). Here only a written-out number counts.
 
 >>> [is_numeral(text) for text in ("14", r"\frac{6}{4}", "1.4 x 10^1", "9 + 5", r"\frac{28}{2}", "4^5")]
 [True, True, True, False, False, False]
@@ -22,7 +22,7 @@ _NUMERAL = re.compile(
     rf"(?P<sign>[+-]?)(?:(?P<whole>{_DIGITS})?(?:{_PAIR})|(?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+))?"
     r"(?P<power>(?:(?:\\cdot|\\times|[*x])?10\^(?:\{?(-?\d{1,4})\}?))|\\cdot\{12\})?(?P<percent>\\?%)?"
 )
-"""Matches an integer, decimal, fraction or mixed number, perhaps with a power of ten (or dozens) and a percent sign.
+"""Matches an integer, decimal, fraction or mixed number, perhaps with a power of ten (or a dozen) and a percent sign.
 
 The text must have no spaces.
 """
@@ -48,7 +48,7 @@ _OPEN_WORDS = re.compile(
     r"(?i)\b(?:or|either|neither|nor|not|never|cannot|maybe|perhaps|possibly|probably|might|may|could|guess|unsure"
     r"|unlikely|between|wrong|incorrect|except|but|wait|no)\b|n't\b|n’t\b|\?"
 )
-"""Matches words beside a number that leave the number open, withdraw the number or offer another number."""
+"""Matches words beside a number that leave the number open, withdraw the number or offer an alternative."""
 _BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z])|\bthan)\s*$")
 _DENIAL = re.compile(
     r"(?i)\b(?:not (?:sure|certain|right|correct)|never|maybe|perhaps|possibly|guess|unsure|wrong|incorrect)\b|\?"
@@ -60,7 +60,7 @@ _WITHDRAWAL = re.compile(
     r"|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
     r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
 )
-"""Matches words of a later sentence that withdraw the stated answer."""
+"""Matches words that withdraw the stated answer, in a sentence after the statement."""
 _CHANGES_VALUE = re.compile(
     r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|tens|factorial|divided"
     r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?|over|less|added|increased|decreased|reduced|lakh"
@@ -74,7 +74,7 @@ _SPOKEN_SIGNS = {
     r"(?i)(?:\bsquare )?\broot of\s+(?=[\d$\\.])|\bsqrt\s*(?=[\d(])": "√",
     r"(?<=[\d%])\s+\((?=[^()]*[-+*/=a-zA-Z])(?!(?i:or|not|maybe|perhaps)\b)[^()]*\)": "",
 }
-"""Pattern -> replacement: a sign that is written as a word, or a remark in brackets that explains a number."""
+"""Pattern -> replacement, for a sign that is written as a word and for a remark in brackets behind a number."""
 _LIST_SIGN = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
 _CLAUSE = re.compile(r"[,;:](?!\d)")
 _CLAUSE_END = re.compile(r"[,;:(]")
@@ -133,7 +133,7 @@ def numeral_value(text: str) -> Fraction | None:
 
 
 def _depths(text: str) -> list[int]:
-    """Number of brackets that are open after each character of a text."""
+    """For each character of a text, the number of brackets that are open behind the character."""
     depths = []
     depth = 0
     for character in text:
@@ -143,10 +143,10 @@ def _depths(text: str) -> list[int]:
 
 
 def last_members(text: str) -> tuple[str, ...]:
-    """The last member of a chain a = b = c, and the exact member before a final approximation.
+    """The last member of a chain a = b = c; the last two if the chain ends in an approximation, as in 1/3 ≈ 0.33.
 
-    Empty for a chain that contradicts itself: numbers have to be equal, or to agree to half of the last decimal place
-    if the chain has an approximation sign.
+    Empty for a contradictory chain: numbers have to be equal, or to agree to half of the last decimal place if the
+    chain has an approximation sign.
     """
     depths = _depths(text)
     members = [""]
@@ -179,9 +179,10 @@ def without_delimiters(text: str) -> str:
 
 
 def statement(text: str) -> str:
-    """The sentence of a text that states the answer; empty without a statement, or if a later sentence withdraws it.
+    """The sentence of a text that states the answer; empty without a sentence, or if a later sentence withdraws it.
 
-    The sentence is the last that states the answer's value, or else the last with a number or a formula.
+    The sentence is the last that states the value of the answer ("The answer is 34."), or else the last sentence with
+    a number or a formula.
     """
     text = _DISPLAY.sub(lambda formula: " $" + (formula[1] or formula[2] or "").replace("\n", " ") + "$ ", text)
     sentences = [part for part in _SENTENCE_END.split(_MARKUP.sub("", text)) if part and part.strip()]
@@ -200,7 +201,7 @@ def statement(text: str) -> str:
 
 
 def is_open(text_before: str, text_behind: str) -> bool:
-    """Whether the words around an answer leave the answer open, withdraw the answer, or offer another answer."""
+    """Whether the words around an answer leave the answer open, withdraw the answer, or offer an alternative."""
     beside = " ".join(text_behind.split()[:3])
     return bool(
         _OPEN_WORDS.search(_CLAUSE.split(text_before)[-1])
@@ -211,15 +212,15 @@ def is_open(text_before: str, text_behind: str) -> bool:
 
 
 def is_denied(sentence: str) -> bool:
-    """Whether a sentence doubts or denies its statement."""
+    """Whether a sentence doubts or denies the answer in the sentence."""
     return bool(_DENIAL.search(sentence) or re.search(r"(?i)\bnot\b\s*\$?", sentence.split("$")[0][-12:]))
 
 
 def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
-    """(number, following words) that a text without a box states as the answer; both are empty without a number.
+    """(number, words behind the number) that a text without a box states as the answer; else both are empty.
 
-    The number is the last expression of the `statement`. The words may be a unit. exact: a number after "about" or
-    "approximately" does not count.
+    The number is the last expression of the `statement`. The words may be a unit. exact: a number beside "about" or
+    "approximately" does not count as stated.
     """
     sentence = without_delimiters(statement(text)).rstrip(" .!")
     for pattern, sign in _SPOKEN_SIGNS.items():
@@ -233,7 +234,7 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     text_behind = sentence[last.end() :]
     listed = len(runs) > 1 and _LIST_SIGN.fullmatch(sentence[runs[-2].end() : last.start()])
     rounded = exact and _ABOUT_WORDS.search(_CLAUSE.split(text_before)[-1] + text_behind)
-    # in x14, log14 and a_14 the number is a part of the name
+    # in x14, log14 and a_14 the number 14 is a part of a name
     of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")
     if listed or rounded or of_a_word or is_open(text_before, text_behind):
         return "", ""
@@ -241,20 +242,20 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
 
 
 def leaves_number(words: str, unit: bool = False) -> bool:
-    """Whether words after a number keep the number's value: "apples" and "is the answer" do, "squared" does not.
+    """Whether the number's value stays the same with the words after the number, as with "apples", not "squared".
 
-    unit: a letter may follow the number without a space, as in 5cm.
+    unit: whether a letter may follow the number without a space, as in 5cm.
     """
     return not _CHANGES_VALUE.match(words) and (unit or not re.match(r"[a-zA-Z_!^(]", words))
 
 
 def compact_form(text: str) -> str:
-    """A text without spaces, dollars, braces and commands of size, for the comparison of two forms."""
+    """A text without spaces, dollars, braces, and commands of size or space, for the comparison of two texts."""
     return _FILLING.sub("", text)
 
 
 def _comparison_form(text: str) -> str:
-    """A text in `compact_form`, in which a/b replaces fractions and quotients."""
+    """A text in `compact_form`, with all fractions and quotients written as a/b."""
     text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _quotient_text, text)
     return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", compact_form(text))
 
@@ -265,7 +266,7 @@ def _quotient_text(fraction: re.Match[str]) -> str:
 
 
 def repeats(answer: str, reference: str, question: str) -> bool:
-    """Whether an answer is an expression of the question that is not the reference's own form."""
+    """Whether an answer only repeats an expression of the question, and is not written as the reference is."""
     plain_answer = _comparison_form(answer)
     plain_question = _comparison_form(question)
     if plain_answer == _comparison_form(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer.lstrip("+-")):
@@ -274,7 +275,7 @@ def repeats(answer: str, reference: str, question: str) -> bool:
 
 
 def open_box(text_before: str, text_behind: str, value: str) -> bool:
-    """Whether the text around a box offers a number that differs from the box's value, or leaves the value open."""
+    """Whether the text around a box leaves the box's value open, or offers a number that differs from the value."""
     if _BEFORE_BOX.search(text_before[-40:]):
         return True
     sentence = _SENTENCE_END.split(text_behind[:400])[0]

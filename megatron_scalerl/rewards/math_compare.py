@@ -1,8 +1,9 @@
-"""Readings of a text by math-verify, and the exact comparison of readings.
+"""Reads texts with math-verify, and compares the readings exactly.
 
-math-verify compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which takes
-1e-20 for 0. Here a decimal is the fraction that its digits print. Two numbers are equal if the difference is 0, or if
-one number rounds to the other, a decimal of at least 6 places and 6 digits: 0.333333 is 1/3, and 0.33 is not.
+math-verify itself compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which
+takes 1e-20 for 0. Here a decimal is the fraction that the digits write. Two numbers are equal if the difference is 0,
+or if one number is a decimal of at least 6 places and 6 digits, to which the second number rounds: 0.333333 equals
+1/3, and 0.33 does not.
 """
 
 import functools
@@ -13,16 +14,16 @@ from typing import Any, NamedTuple
 from megatron_scalerl.rewards.math_text import split_unit, whole_answer
 
 _ZERO = 1e-40
-"""A difference that is evaluated to 50 digits counts as 0 below this value."""
+"""Bound below which a difference of two irrational numbers, evaluated to 50 digits, counts as 0."""
 
 
 class Reading(NamedTuple):
-    """Expressions that math-verify reads in a text which is an answer and nothing else."""
+    """The expressions that math-verify reads in an answer without a sentence around the answer."""
 
     whole: list[Any]
-    """Parse of the whole text: sympy expressions, and the source text."""
+    """math-verify's parse of the whole text: sympy expressions, and the text as a str."""
     values: list[Any]
-    """Parse of the text without the unit; empty for a text without a unit."""
+    """math-verify's parse of the text without the unit; empty for a text that has no unit."""
     unit: str
 
 
@@ -33,9 +34,9 @@ LONGEST = 2000
 
 @functools.lru_cache(maxsize=64)
 def read(text: str, timeout_s: int | None = None) -> Reading:
-    """math-verify's reading of an answer or a reference; `NOTHING` for a text that is too long.
+    """math-verify's reading of an answer or a reference; `NOTHING` for a text of more than LONGEST characters.
 
-    timeout_s: limit of each parse, by a signal, so only in the main thread; None: no limit.
+    timeout_s: time limit of each parse; None: no limit. The limit works by a signal, so only in the main thread.
     """
     if len(text) > LONGEST:
         return NOTHING
@@ -50,11 +51,11 @@ def read(text: str, timeout_s: int | None = None) -> Reading:
 
 
 def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
-    """The sympy expressions that math-verify finds in a text, and the source text.
+    """The sympy expressions that math-verify finds in a text, and the text as a str.
 
     units: leave out the words that math-verify takes for units.
     """
-    # Imported here: both modules import sympy, which only the verifier processes need.
+    # The imports are here because both modules import sympy, which only verifier processes need.
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -64,16 +65,16 @@ def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> lis
 
 
 def is_text(reading: Reading) -> bool:
-    """Whether math-verify found no mathematics in a text, so that the reading contains only strings."""
+    """Whether math-verify found no mathematics in a text: the reading then contains only strings."""
     return all(isinstance(part, str) for part in reading.whole + reading.values)
 
 
 def is_equal(expected: Reading, answer: Reading, timeout_s: int | None = None) -> bool:
-    """True if an answer equals the reference. Answer or reference may lack a unit, but units may not differ."""
+    """True if an answer equals the reference. Either may lack a unit, but two units have to be equal."""
     gold = expected.whole + expected.values
     answers = answer.whole + answer.values
     if answer.unit.startswith("_") and not expected.unit and answer.unit != "_10":
-        # the answer's digits have another base than ten
+        # the answer has digits of a base that is not ten, and the reference has base ten
         return False
     if expected.unit and answer.unit:
         if expected.unit != answer.unit:
@@ -86,9 +87,9 @@ def is_equal(expected: Reading, answer: Reading, timeout_s: int | None = None) -
 
 
 def number_forms(reading: Reading, increment: int = 0) -> list[str]:
-    """The LaTeX fraction of a rational number and, if finite, the decimal; empty for a reading of another kind.
+    """A rational number as LaTeX fraction and, if the decimal is finite, as decimal; empty for all else.
 
-    increment: integer that is added to the fraction's numerator first.
+    increment: integer that is first added to the fraction's numerator, for a neighbour of the number.
     """
     from sympy import Expr, Rational
 
@@ -132,7 +133,7 @@ def _is_solved(relation: Any) -> bool:
 
 @functools.cache
 def _exact_verify() -> Callable[..., bool]:
-    """math-verify's `verify` with `_equal` for the comparison of numbers."""
+    """math-verify's function `verify`, patched to compare numbers by `_equal`."""
     from math_verify import grader
 
     compare_matrices = grader.sympy_numeric_eq
@@ -164,8 +165,8 @@ def _equal(gold: Any, answer: Any) -> bool:
 
     expected = _exact(gold)
     value = _exact(answer)
-    # An answer may lack the percent sign (12.5 is 12.5 %), and an integer may have a needless sign (25 % is 25), but
-    # 0.5 % is not 0.5.
+    # An answer may lack the reference's percent sign (12.5 for 12.5 %). An integer answer may have a needless percent
+    # sign (25 % for 25), but 0.5 % is not 0.5.
     bare = _exact(get_pct_val(answer, answer))
     if expected == value or (bare == _exact(get_pct_val(gold, gold)) and (bare == value or bare.is_Integer)):
         return True

@@ -1,6 +1,6 @@
-r"""The text of a mathematical answer, rewritten into LaTeX that math-verify reads, and the answer's unit.
+r"""Rewrites the text of a mathematical answer into LaTeX that math-verify reads, and finds the answer's unit.
 
-The same rules hold for references and answers. All rules are regular expressions: no text is evaluated.
+References and answers are rewritten by the same rules. All rules are regular expressions: no text is evaluated.
 
 >>> latex(r"\boldsymbol{٣٤}"), latex(r"12\,345"), latex(r"0.1\overline{6}"), latex(r"\sin 30^\circ")
 ('34', '12345', '\\frac{15}{90}', '\\sin (\\frac{30\\pi}{180})')
@@ -16,7 +16,7 @@ _Rewrites = Mapping[str, str | Callable[[re.Match[str]], str]]
 _TEXT = r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*"
 _DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
 _LONGEST = 200
-"""Largest number of characters of a text in which a unit is searched."""
+"""Largest number of characters of a text in which `split_unit` looks for a unit."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
 _MULTIPLES = {"dozen": "{12}", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}
@@ -34,7 +34,7 @@ _CHARACTERS = {
     "(?=[¼-¾⅐-⅞])": " ",
     r"√\s*(\w+)": r"\\sqrt{\1}",
 }
-"""Pattern -> LaTeX of characters that Unicode's NFKC would turn into plain digits: x² into x2, 3½ into 31/2."""
+"""Pattern -> LaTeX, for characters that Unicode's NFKC would turn into plain digits: x² into x2, 3½ into 31/2."""
 
 
 def _fraction(decimal: re.Match[str]) -> str:
@@ -50,7 +50,7 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 _REWRITES: _Rewrites = {
     r"(?![0-9])\d": lambda digit: str(int(digit[0])),
-    # names that math-verify would read as products of letters
+    # names of functions without a backslash, which math-verify would read as products of letters
     rf"({_TEXT}\{{[^{{}}]*\}})|(?<![\\A-Za-z])"
     r"(pi|ln|log|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh)(?![A-Za-z])": (
         lambda name: name[1] or f"\\{name[2]} "
@@ -88,7 +88,7 @@ _REWRITES: _Rewrites = {
     ),
     r"(?<=\d)(?:,?\\[,;:! ]|~|\{,\})(?=\d{3}(?!\d))": "",
 }
-"""Pattern -> LaTeX that math-verify reads: numbers, styles, degrees inside functions, systems and unknown symbols."""
+"""Pattern that math-verify does not read or misreads (numbers, styles, degrees, systems, symbols) -> equal LaTeX."""
 _INTRODUCTION = (
     r"(?:[Tt]he )?(?:(?:final|correct) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice|[Vv]alue|[Rr]esult)(?: is)?\s*:?\s*"
 )
@@ -140,7 +140,7 @@ _VALUE_WITH_UNIT = re.compile(
     rf"(.*?[^\s\\]){_GAP}(\\unit.*)|((?:\w\s*=)?(?:\\[a-zA-Z]+|[^a-zA-Z\\])+?)(?:(?<=\d)\s+|{_GAP}(?![A-Za-z]$))({_UNITS})",
     re.DOTALL,
 )
-"""Matches a value and a unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
+"""Matches a value and a unit. A letter alone is a unit only behind a digit and a space: 5t and 2\\pi h have none."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
     r"|divided|multiplied|factorial|over|less|added|increased|decreased|reduced|tens|lakh|crore|k"
@@ -167,7 +167,7 @@ def whole_answer(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """(value, unit or base of the digits) of a bare answer. A text after the value that is no unit is left out."""
+    """(value, unit or base of the digits) of a bare answer. Leaves out text after the value that is no unit."""
     if len(text) > _LONGEST:
         return text, ""
     if base_match := _NUMBER_WITH_BASE.fullmatch(text):

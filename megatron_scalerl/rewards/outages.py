@@ -1,22 +1,22 @@
-"""Counts the checks or episodes that could not be made, and says when an outage ends the pool."""
+"""Counts the checks (or episodes) of a pool that could not be made, and says when an outage ends the pool."""
 
 from collections import deque
 
 MAX_UNAVAILABLE = 64
-"""Checks or episodes in a row that could not be made, after which the pool ends."""
+"""Number of checks or episodes in a row that could not be made after which the pool ends."""
 RECENT = 256
-"""Number of latest checks or episodes; the pool ends where more than half of this number could not be made."""
+"""Number of latest checks or episodes that are counted; the pool ends if more than half could not be made."""
 TRIES = 3
 """Largest number of tries of a check or an episode."""
 PAUSES_S = (1.0, 5.0)
-"""Pauses between the tries (s)."""
+"""Pauses between the tries of a check or an episode (s)."""
 
 
 class Outages:
-    """The record of the latest checks or episodes."""
+    """Records for the latest checks or episodes of a pool which could not be made."""
 
     def __init__(self, noun: str):
-        """noun: "checks" or "episodes", for messages."""
+        """noun: "checks" or "episodes", as messages call the entries."""
         self._noun = noun
         self._ends: deque[bool] = deque(maxlen=RECENT)
 

@@ -2,37 +2,37 @@
 
     score() --> processes.worker_pool --one check at a time--> process --> score
 
-`processes.worker_pool` starts and replaces the processes. A process works on one check, or where the verifier is a
-coroutine function on many, `rewards.concurrency` in all; calls of `score` wait for a process in the order of the
-calls, and hold nothing but one check.
+`processes.worker_pool` starts and replaces the processes. A process works on one check at a time, but on many if the
+verifier is a coroutine function; all processes work on at most `rewards.concurrency` checks then. Calls of `score`
+wait for a process in the order of the calls, and hold nothing but one check.
 
 Outcomes of a check other than the verifier's return value:
 
-* An answer that exceeds a limit (time, processor time, memory) is wrong, with this reason.
+* An answer that exceeds a limit (time, processor time, memory) is wrong, with the limit as the reason.
 * A check fails where the verifier raises or returns no reward (`error`), where two processes in a row die during the
   check (`crash`), and where the service that the verifier asks fails in all TRIES tries (`unavailable`):
   VerifierUnavailable (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a user's verifier that waited until the wall-clock limit, and a coroutine function that
   gave no reward, whatever the function raised (`worker.run_judge`).
-* The answer of a failed check is wrong, with the reason of the failure, if the verifier then works for another text,
-  asked afresh (`_works`), and fails for the answer once more. An answer must not escape a score by breaking the
-  verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
-* The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row, and where more than half of the last RECENT
-  checks are lost (`outages`), or checks of MOST_ROWS rows by errors.
-* A check whose process died is repeated in a process without other checks, as are further tries of a check that
-  exceeded the wall-clock limit there. Checks that had not begun are not affected.
-* Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
-  processes continue; without a living process and a replacement, the run ends (RuntimeError).
+* After a failed check the pool asks the verifier about a different text (`_works`), and then about the answer again.
+  If the verifier works for the text and fails for the answer, the answer is wrong, with the reason of the failure: an
+  answer must not escape a score by breaking the verifier. Else the check is lost (CompletionLost), without a reward.
+* The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row; if more than half of the last RECENT checks
+  are lost (`outages`); or if the verifier raised for the references of MOST_ROWS rows (`_count`).
+* A check whose process died is repeated in a process that runs no second check meanwhile, as are further tries of a
+  check that exceeded the wall-clock limit. Checks that had not begun in the dead process go to another process.
+* If no process can replace a dead process, the current check is lost (CompletionLost). The living processes continue;
+  without a living process the run ends (RuntimeError).
 
 Identical checks (same text, reference and extra columns) run once, so a verifier must depend on its arguments alone.
-The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
-wall-clock limit) is shared only by the waiting callers.
+The scores of CACHE_SIZE checks are cached. A result that may differ next time (after a raised error, a crash, or the
+wall-clock limit) is not cached, and goes only to callers that wait already.
 
 Each task has a pool (`TaskPools`), so that slow tasks do not hold up fast tasks.
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
-dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
-minutes with 2 workers and 4 with 8. Earlier checks take no time from later checks.
+dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 completions with cpu_s 2 take 16
+minutes with 2 workers and 4 minutes with 8. The limit of a check does not include the wait for a process.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ CACHE_SIZE = 4096
 MAX_DEFAULT_WORKERS = 8
 """Largest number of verifier processes if the recipe sets no number."""
 MOST_ROWS = 16
-"""Number of distinct rows, among the latest checks, with a failure for the reference itself that ends the pool."""
+"""Number of distinct rows, among the latest checks, for whose reference the verifier raised, that ends the pool."""
 WAITING_SHARE = 0.1
-"""Share of the wall-clock limit: a check with less processor time than this share was waiting for something."""
+"""Share of the wall-clock limit. A late check with less processor time than this share has waited for a service."""
 INHERITED = (
     "PATH",
     "HOME",
@@ -88,12 +88,12 @@ INHERITED = (
 )
 """Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 _Kind = tuple[bool, bool]
-"""(whether a check waited for something, whether the reward was above the reward of a wrong answer)."""
+"""(whether the verifier waited, as for a judge; whether the reward was above the reward of a wrong answer)."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Check:
-    """An outstanding check; all callers of identical checks await `score`."""
+    """A check in progress; callers of an identical check also await `score`."""
 
     score: asyncio.Task[Score]
     callers: int = 0
@@ -130,7 +130,7 @@ class VerifierPool:
         self._first_tries = 0
         """Number of checks whose first try is in progress."""
         self._first_try_ended = asyncio.Event()
-        """Event that is set when the next first try of a check ends, and is then replaced by a new event."""
+        """Event that is set as soon as the first try of any check ends; a new event then takes the place."""
         self._made_s = 0.0
         """Start of the latest first try that gave a reward (time of the event loop)."""
         self._rewarded: dict[_Kind, bytes] = {}
@@ -139,7 +139,7 @@ class VerifierPool:
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
         self._failed_rows: deque[bytes] = deque(maxlen=outages.RECENT)
-        """Digest of each recent check's row if the verifier also failed for the row's reference, else empty bytes."""
+        """For each recent check, the digest of the row if the verifier raised for the row's reference, else empty."""
         self._failure_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -170,7 +170,7 @@ class VerifierPool:
 
         tokens: number of tokens that the policy sampled, for rewards.length_penalty.
         Raises CompletionLost (`verifier_lost`) if no process could be started or the check could not be made, and
-        RuntimeError if such failures persisted or the pool is closed.
+        RuntimeError if the pool is closed or has ended after many lost checks.
         """
         if truncated:
             score = self._wrong("truncated")
@@ -215,17 +215,17 @@ class VerifierPool:
             self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request, forms)))
         check = self._outstanding[key]
         check.callers += 1
-        # Shielded: a cancelled caller must not take the score away from other callers.
+        # The shield keeps the check going for the remaining callers when one caller is cancelled.
         try:
             return await asyncio.shield(check.score)
         finally:
             check.callers -= 1
-            if not check.callers:  # the check is done, or all callers were cancelled
+            if not check.callers:  # this was the last caller: the check is done, or all callers were cancelled
                 check.score.cancel()
                 del self._outstanding[key]
 
     async def _check(self, key: bytes, request: bytes, forms: Sequence[bytes]) -> Score:
-        """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost.
+        """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost if lost.
 
         forms: requests to check the row's reference itself, in several forms.
         """
@@ -234,7 +234,7 @@ class VerifierPool:
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
-            # The pause is random, so that checks that held each other up do not come together again.
+            # The pause is random, so that checks that failed together do not meet again.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             outcome = await self._try(request, alone=outcome.limit != "")
         if outcome.failed:
@@ -250,7 +250,7 @@ class VerifierPool:
         return score
 
     async def _first_try(self, request: bytes) -> Outcome:
-        """The outcome of a check's first try; records when a successful try began. Raises CompletionLost."""
+        """The outcome of a check's first try (`_try`). If the try gave a reward, records when the try began."""
         begins = [0.0]
         clock = asyncio.get_running_loop().time
         self._first_tries += 1
@@ -265,7 +265,8 @@ class VerifierPool:
         return outcome
 
     async def _asked_again(self, failure: Outcome, since_s: float, request: bytes, forms: Sequence[bytes]) -> Outcome:
-        """The outcome of one more try of a failed check. Raises CompletionLost if the verifier itself fails.
+        """The outcome of one more try of a failed check, if the verifier works for a different text; else raises
+        CompletionLost.
 
         since_s: end of the first try (time of the event loop).
         """
@@ -291,12 +292,12 @@ class VerifierPool:
         return self._made_s > since_s
 
     async def _works(self, failure: Outcome, failed: bytes, forms: Sequence[bytes]) -> bool:
-        """Whether the verifier, asked afresh, gives a reward for a text that differs from the failed request's text.
+        """Whether the verifier, asked now, gives a reward for a text that differs from the failed request's text.
 
-        The text is the latest answer that had a reward; where the verifier raised, the forms of the row's reference
-        come first. Many verifiers accept or reject some texts without asking a judge, so the check of such a text
-        does not show that the judge works: a text that waited for something is preferred, and a form that did not
-        wait has to get a reward.
+        The text is the latest answer that got a reward; if the verifier raised, forms of the row's reference are
+        tried first. Many verifiers accept or reject some texts without asking a judge, so the check of such a text
+        does not show that the judge works. So an answer whose check waited is preferred, and a form whose check did
+        not wait counts only with a reward above the reward of a wrong answer.
         """
         best = max(self._rewarded, default=(False, False))
         if failure.raised:
@@ -325,7 +326,7 @@ class VerifierPool:
             if not death.read:
                 reason = f"no verifier process took a completion: {death}"
                 if death.late or death.code is not None:
-                    # All remaining refusals are due to the death of other workers, and are not counted.
+                    # A request that failed only because no process could be started is not counted.
                     self._count(reason)
                 raise CompletionLost(reason, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
@@ -338,11 +339,11 @@ class VerifierPool:
 
     @property
     def _asks_others(self) -> bool:
-        """Whether the verifier is a user's function, which may wait for a service, not for the answer's program."""
+        """Whether the verifier is a user's function, which may wait for a service such as a judge."""
         return ":" in self._rewards.verifier
 
     def _exceeded(self, death: WorkerDied) -> str:
-        """Name of the limit, `timeout` or `memory`, that ended a process; empty if the process died otherwise."""
+        """The limit that ended a process, `timeout` or `memory`; empty if no limit ended the process."""
         if not death.read:
             return ""
         if death.late or death.code == -signal.SIGPROF:
@@ -352,7 +353,7 @@ class VerifierPool:
     def _count(self, reason: str, row: bytes = b"") -> None:
         """Count a scored check, or a check that is lost for a `reason`; ends the pool if too many checks are lost.
 
-        row: digest of the check's row if the verifier also raised for the row's reference, else empty.
+        row: digest of the check's row if the verifier raised for the row's reference as well, else empty.
         """
         end = self._outages.ended(reason)
         self._failed_rows.append(row)
@@ -391,18 +392,18 @@ def _row(prompt: Prompt) -> tuple[str, dict[str, Any]]:
 
 
 def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a process with the user's code: `INHERITED`, and the variables named in `passed`.
+    """The environment variables of a process with the user's code: `INHERITED`, LC_*, and the variables in `passed`.
 
-    So access tokens and keys are absent unless the recipe names the variables.
+    The process gets no access tokens and keys that the recipe does not name.
 
-    setting: key of the recipe that has `passed`. Raises ValueError if a variable of `passed` is not set.
+    setting: key of the recipe with the list `passed`. Raises ValueError if a variable of `passed` is not set.
     """
     for name in passed:
         if name not in os.environ:
             raise ValueError(f"{setting}: the environment variable {name!r} is not set")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     inherited = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
-    # The output is unbuffered, so that output before a kill is not lost.
+    # PYTHONUNBUFFERED: output that a process wrote before a kill is not lost.
     return {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -417,7 +418,7 @@ def default_workers() -> int:
 
 
 def _audit_pool(task: Task) -> VerifierPool:
-    """The pool of a task's second judge, which has a verifier's interface. The judge of `math` gets one process."""
+    """The pool of a task's second judge, which is called as a verifier is. A built-in judge gets one process."""
     settings: dict[str, object] = {"verifier": task.audit, "length_penalty": None, "truncated": "exclude"}
     if task.audit in AUDITS.values():
         settings["workers"] = 1
@@ -427,7 +428,7 @@ def _audit_pool(task: Task) -> VerifierPool:
 class TaskPools:
     """Scores each completion in the pool of the prompt's task; `async with` starts and closes the pools.
 
-    A correct answer is shown to the task's second judge too, which changes no reward (`Score.confirmed`).
+    The task's second judge also checks each correct answer; the verdict, `Score.confirmed`, changes no reward.
     """
 
     def __init__(self, tasks: Sequence[Task]):
@@ -436,7 +437,7 @@ class TaskPools:
         self._running = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> TaskPools:
-        """Raises as `VerifierPool.start`, after closing the started pools."""
+        """Start all pools. If a pool does not start, closes the started pools and raises as `VerifierPool.start`."""
         async with contextlib.AsyncExitStack() as started:
             for pool in (*self._pools.values(), *self._audits.values()):
                 await started.enter_async_context(pool)
@@ -458,7 +459,7 @@ class TaskPools:
         except CompletionLost as lost:
             logger.warning("validation.audit: the second judge gave no verdict on an answer: %s", lost)
             return score
-        except RuntimeError as ended:  # the second judge changes no reward, and ends no run
+        except RuntimeError as ended:  # the run goes on without the second judge, which changes no reward
             logger.warning("validation.audit: the second judge failed too often, and is not used any more: %s", ended)
             self._audits.pop(prompt.task, None)
             return score

@@ -5,8 +5,8 @@
 
 Each `Sandbox` is a set of processes with separate user, process, network, mount, IPC and UTS namespaces
 (`sandbox_init`). The file system has nothing of the host but the Python interpreter (`sandbox_root`). A filter allows
-a list of system calls (`sandbox_seccomp`), and limits bound processor time, memory, files and threads. The programs'
-results are compared outside. A closed sandbox leaves nothing behind.
+only the system calls of a list (`sandbox_seccomp`), and limits bound processor time, memory, files and threads. The
+verifier compares the programs' output outside of the sandbox. Closing a sandbox ends all of the sandbox's processes.
 
 A sandbox that cannot be made is an error (`SandboxError`): no program runs without a sandbox.
 """
@@ -43,11 +43,11 @@ class Result:
     """The outcome of a program's run."""
 
     code: int
-    """Exit status; negative: the signal that ended the run, SIGKILL for more output than the limit."""
+    """Exit status; negative: the signal that ended the run, which is SIGKILL if the output exceeded the limit."""
     output: bytes
-    """Standard output, cut beyond the limit; for a run of tests, `PASSED` or nothing."""
+    """Standard output, cut off beyond the limit; for a run of tests, `PASSED` if all tests passed, else empty."""
     cpu_left_s: float
-    """Processor time that is left of the run's limit (s); negative if the run exceeded the limit."""
+    """The run's limit of processor time minus the used time (s); negative if the run exceeded the limit."""
 
 
 class Sandbox:
@@ -56,7 +56,7 @@ class Sandbox:
     def __init__(self, limits: Limits, *, deadline: float | None = None):
         """Raises SandboxError if the sandbox cannot be made.
 
-        deadline: time of time.monotonic (s) until which results are awaited; None: no deadline.
+        deadline: value of time.monotonic() (s) until which the sandbox waits for results; None: no deadline.
         """
         assert limits.memory_mb is not None
         self._limits = limits
@@ -136,7 +136,7 @@ class Sandbox:
             "uid": UNPRIVILEGED if os.geteuid() == 0 else None,
             **run_settings,
         }
-        unsent = marshal.dumps(request)  # the same interpreter reads the request, and json is slow to import
+        unsent = marshal.dumps(request)  # not JSON: in the sandbox's process the import of json takes time
         assert self._process.stdin is not None
         try:
             while unsent:
@@ -146,7 +146,7 @@ class Sandbox:
         self._expect("ready")
 
     def _map_ids(self) -> None:
-        """Map this user's id into the sandbox's user namespace; for root, also the id UNPRIVILEGED of programs."""
+        """Map this user's and group's ids into the sandbox's user namespace; for root, also the id UNPRIVILEGED."""
         user = os.geteuid()
         group = os.getegid()
         folder = Path(f"/proc/{self._process.pid}")
@@ -154,7 +154,7 @@ class Sandbox:
         try:
             if user:
                 extra = ""
-                # The kernel lets an unprivileged user map groups only after this denial.
+                # The kernel lets an unprivileged user write gid_map only after "deny" in setgroups.
                 (folder / "setgroups").write_text("deny")
             (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
             (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")
@@ -186,7 +186,7 @@ class Sandbox:
         return Result(code=int(code), output=output, cpu_left_s=float(cpu_left_s))
 
     def _line(self) -> list[str]:
-        """The words of the next line from the sandbox; an empty list at the end."""
+        """The words of the next line from the sandbox; an empty list if the sandbox's output has ended."""
         while b"\n" not in self._buffer:
             if not self._read():
                 return []
@@ -194,7 +194,10 @@ class Sandbox:
         return line.decode().split()
 
     def _read(self) -> bool:
-        """Read more output into the buffer; returns False at the end. Raises SandboxError after the deadline."""
+        """Read more of the sandbox's output into the buffer; returns False if the output has ended.
+
+        Raises SandboxError if no output comes before the deadline.
+        """
         assert self._process.stdout is not None
         remaining_s = None
         if self._deadline is not None:

@@ -1,17 +1,17 @@
-"""Runs a program, or the tests of a program, in the sandbox. The interpreter gets this text by -c.
+"""Runs a program, or the tests of a program, in the sandbox. The interpreter gets this file's text by -c.
 
-Roles, by the first argument:
+The first argument is the role of the process:
 
     program   runs the program, which reads standard input
-    solution  runs the program, then answers calls of the program's functions from the process with the tests
-    tests     runs the tests in a second process; the third argument is the text of sandbox_tests.py
+    solution  runs the program, then answers calls of the program's functions from the process with role tests
+    tests     runs the tests of the program; further arguments: the entry point, the text of sandbox_tests.py
 
 The program has no access to the process with the tests: the program sees only arguments and chooses only results.
 Plain values are copied between the processes as JSON. Any other object stays in the process of the program, and the
 tests hold a `Remote` that stands for the object. This file imports only the standard library.
 
-Programs run as on competition sites: names of the standard library that a program uses without an import are imported
-(`SITE_MODULES`), annotations are not evaluated, integers may have any number of digits.
+Programs run as on competition sites: a program may use names of `SITE_MODULES` without an import, annotations are not
+evaluated, and integers may have any number of digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every run of a program pays for imports
+if TYPE_CHECKING:  # each import takes time in every run of a program
     import ast
     from collections.abc import Callable
     from typing import Any, BinaryIO
@@ -43,10 +43,10 @@ SITE_MODULES = (
 )
 """Modules whose names every program may use without an import, as on competition sites.
 
-Of two modules with the same name inside, the later module counts.
+If two modules define the same name, the module that comes later in the list counts.
 """
 _HEAD = 8
-"""Size of the length that precedes each message (bytes)."""
+"""Number of bytes of the message length with which each message begins."""
 _VALUES = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "fractions": ("Fraction",),
@@ -54,13 +54,13 @@ _VALUES = {
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "builtins": ("range", "bytearray"),
 }
-"""Module -> types of the standard library whose values are copied between program and tests."""
+"""Module -> names of types in the module whose values are copied between program and tests."""
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
 """Types that tests may hand to a program."""
 _NUMBER = "_number_of_tests_"
-"""Name of the attribute that numbers an exception which a function of the tests has raised."""
+"""Name of the attribute with the number of an exception that a function of the tests has raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end a loop of the tests instead of failing the tests."""
+"""Exceptions of a program that would end a loop of the tests instead of failing the tests."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **{f"__{name}__": getattr(_operator, name) for name in ("getitem", "setitem", "delitem", "abs", "neg")},
     **{f"__{kind.__name__}__": kind for kind in (bool, int, float, str, repr, len, setattr)},
@@ -72,16 +72,16 @@ _BINARY_NAMES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "trued
 _BINARY_OPERATIONS = {f"__{name}__": getattr(_operator, name) for name in _BINARY_NAMES}
 """Name -> operation that is allowed only on two objects of the program.
 
-With a value of the tests, the program's method would see the expected value.
+If one operand were a value of the tests, the program's method would see the expected value.
 """
 _SPECIAL |= _BINARY_OPERATIONS
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
-    """A value as JSON data for the other process; `encode_object` encodes an object that is no plain data."""
+    """A value as JSON data for the second process; `encode_object` encodes an object that is no plain data."""
     if value is None or isinstance(value, bool):
         return value
-    # The program may have written the methods of a subclass: only the plain value crosses.
+    # A value of a subclass, whose methods the program may have written, is sent as the plain value.
     for plain_type in (str, int, float):
         if isinstance(value, plain_type):
             return plain_type(value)
@@ -108,7 +108,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, handle: Callable[[int], Any]) -> Any:
-    """The value that `encode` has encoded; `handle` returns the object with a given number."""
+    """The value that `encode` has encoded; `handle` returns the object for a number from `encode_object`."""
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
     if not isinstance(value, dict):
@@ -163,7 +163,7 @@ def receive(file: BinaryIO) -> Any:
 
 
 def site_names(source: str) -> dict[str, Any]:
-    """Name -> value of each name in `SITE_MODULES`, and each module, that a program uses without a definition."""
+    """Name -> value of each name that a program uses without a definition and that `SITE_MODULES` has or lists."""
     used: set[str] = set()
     bound = set(dir(builtins))
     tables = [_symtable.symtable(source, "<text>", "exec")]
@@ -181,7 +181,7 @@ def site_names(source: str) -> dict[str, Any]:
 def run_as(name: str, source: str, given_names: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
     """Run a Python text as the module `name`; returns the names that the text defines or changes, with values.
 
-    given_names: name -> value at the start. tree: the syntax tree to run in place of the text.
+    given_names: name -> value before the text runs. tree: syntax tree to run in place of the text; None: the text.
     """
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)(name)
@@ -222,8 +222,8 @@ class Solution:
     def serve(self) -> Any:
         """Answer the requests of the tests in order; ends the process when the tests end.
 
-        A program that calls a function of the tests enters this method again: the method then returns the function's
-        result, or raises the function's exception.
+        When the program calls a function of the tests, `_object` calls this method again, which then returns the
+        function's result or raises the function's exception.
         """
         while (request := receive(self._requests)) is not None:
             if "returned" in request:
@@ -250,7 +250,7 @@ class Solution:
         os._exit(0)
 
     def _new_output(self) -> str:
-        """The program's output since the last call, at most 1 MiB, for tests that capture output."""
+        """The text that the program printed since the last request, at most 1 MiB, for tests that capture output."""
         buffer = self._printed.buffer
         text = buffer.getvalue()[: 1 << 20].decode("utf8", "replace")  # type: ignore[attr-defined]
         buffer.seek(0)
@@ -258,7 +258,7 @@ class Solution:
         return text
 
     def _object(self, number: int) -> Any:
-        """The program's object with this number; for a negative number, a function that the tests' process runs."""
+        """The program's object with this number; for a negative number, a call of a function of the tests."""
         if number >= 0:
             return self._objects[number]
 
@@ -304,18 +304,18 @@ class Solution:
 
 
 def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> Exception:
-    """A builtin exception with this type name; a RuntimeError for an unknown type or a type in `refused_types`."""
+    """A builtin exception of the type `name`; a RuntimeError if there is no such type, or for `refused_types`."""
     kind: Any = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused_types):
         try:
             return kind(message)
-        except TypeError:  # the type needs other arguments
+        except TypeError:  # the type takes more than a message
             pass
     return RuntimeError(message)
 
 
 def _kind_names(kind: type[BaseException]) -> list[str]:
-    """Names of an exception type and the base classes, up to and with the first builtin class."""
+    """Names of an exception type and of the base classes, in order, up to and with the first builtin class."""
     names = [k.__name__ for k in kind.__mro__]
     standard = [getattr(builtins, k.__name__, None) is k for k in kind.__mro__]
     return names[: standard.index(True) + 1]
@@ -341,10 +341,10 @@ def _awaited_result(value: Any) -> Any:
 def main() -> None:
     """Run the program or the tests, as the role in the first argument says."""
     _, role, *role_arguments = sys.argv
-    sys.argv = [f"{role}.py"]  # programs and unittest.main expect this form
+    sys.argv = [f"{role}.py"]  # programs and unittest.main expect a file's name here
     sys.set_int_max_str_digits(0)
-    sys.setrecursionlimit(50_000)  # LiveCodeBench sets the same limit
-    _thread.stack_size(8 << 20)  # by default a stack is as large as that of the main thread
+    sys.setrecursionlimit(50_000)  # as LiveCodeBench
+    _thread.stack_size(8 << 20)  # the default is the main thread's stack, half of the memory limit
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
     if role == "program":
@@ -354,7 +354,7 @@ def main() -> None:
     else:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send this signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a program might send this signal to its tests
         exec(compile(role_arguments[1], "<tests>", "exec", dont_inherit=True), globals())
         Tests().run(source, role_arguments[0])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)

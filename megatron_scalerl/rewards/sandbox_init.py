@@ -1,12 +1,13 @@
 """The first processes of a sandbox: `python -S -m megatron_scalerl.rewards.sandbox_init PARENT_PID`.
 
-    this process   new user, process, network, mount, IPC and UTS namespaces; waits for process 1
+    this process   makes user, process, network, mount, IPC and UTS namespaces; waits for process 1
     process 1      builds the file system, gives up all rights, starts programs in sequence, passes results on
-    programs       limits and seccomp filter, then the interpreter with `sandbox_guest`
+    programs       apply limits and a seccomp filter, then execute the interpreter with `sandbox_guest`
 
-The parent process (`sandbox`) writes the id maps and holds the pipe of requests open: process 1 ends when the pipe is
-closed, and the kernel then ends every process in the namespace. A result is a line of words, followed by the
-program's output. This file imports only the standard library and modules with the same restriction.
+Process 1 is the first process in the new process namespace. The parent process (`sandbox`) writes the id maps and
+holds the pipe of requests open: process 1 ends when the pipe is closed, and the kernel then ends every process in the
+namespace. A result is a line of words, followed by the program's output. This file imports only the standard library,
+and modules of the package that import only the standard library.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ THREADS = 64
 """Largest number of threads of all programs in a sandbox, process 1 included."""
 OPEN_FILES = 64
 CPU_SLACK_S = 0.1
-"""Least processor time above the limit at which the kernel ends a program (s).
+"""Processor time beyond the limit that a program gets at least before the kernel ends the program (s).
 
-So every clock shows that the program has exceeded the limit.
+So the processor time that the kernel reports for an ended program is above the limit.
 """
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
@@ -45,9 +46,9 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION = 0x20080522
 _READ_END = 0
-"""The end of a pipe to read from."""
+"""Index of the end to read from in the result of os.pipe."""
 _WRITE_END = 1
-"""The end of a pipe to write to."""
+"""Index of the end to write to in the result of os.pipe."""
 _CHUNK = 1 << 16
 _VERDICT_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -87,7 +88,7 @@ def main() -> None:
             _process_1(results, request)
         finally:
             os._exit(0)
-    # Only process 1 holds the pipes, so that the pipes end with the process.
+    # This process closes the pipes, so that the parent reads the end of the results when process 1 ends.
     del results
     os.closerange(0, 2)
     os.closerange(3, OPEN_FILES)
@@ -117,7 +118,7 @@ def _text_of(module: str) -> str:
 
 
 def _give_up_rights(uid: int | None) -> None:
-    """Become `uid` (None: stay the user that started the sandbox) without any capability, for good."""
+    """Become the user `uid` (None: remain the user that started the sandbox), and give up all capabilities."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -129,7 +130,7 @@ def _give_up_rights(uid: int | None) -> None:
 
 
 class _NotStarted(Exception):
-    """A program could not be started: a fault of this host, whatever the program is."""
+    """A program could not be started; for the first program of a sandbox, this is a fault of the host."""
 
 
 class _Programs:
@@ -143,10 +144,13 @@ class _Programs:
         self._tests = tests
         self._cpu_left = 0.0
         self._started = False
-        """Whether a program has run: a later failure to start a program may then be the program's fault."""
+        """Whether a program has started: a program may be the cause if a later start fails."""
 
     def run(self) -> None:
-        """Run the program or the tests, and write a result for each run. Raises _NotStarted for the first program."""
+        """Run the program or the tests, and write a result for each run.
+
+        Raises _NotStarted if the first program cannot be started; a later failure is a result with code 127.
+        """
         program = self._request["program"].encode(errors="replace")
         tests = self._request["tests"]
         try:
@@ -163,7 +167,7 @@ class _Programs:
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
         source = os.pipe()
         stdout = os.pipe()
-        # Standard input is a file, as on competition sites: some programs ask for the size.
+        # Standard input is a file, not a pipe, as on competition sites: some programs ask for the size of the input.
         stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         with open(stdin, "wb", closefd=False) as file:
             file.write(text)
@@ -175,7 +179,7 @@ class _Programs:
         output = _pump(pid, {source[_WRITE_END]: program}, stdout[_READ_END], limit)
         code = self._reap(pid)
         if len(output) > limit:
-            # a program that had ended before the kill gets this code as well
+            # also the code of a program that wrote too much and ended before the kill
             code = -signal.SIGKILL
         self._results.result(code, self._cpu_left, output)
 
@@ -203,9 +207,9 @@ class _Programs:
     def _start(self, arguments: list[str], stdin: int, stdout: int, ends: list[int]) -> int:
         """Start the interpreter with -c and these arguments; `ends` become the descriptors 3, 4, and so on.
 
-        Raises _NotStarted.
+        Raises _NotStarted if the interpreter cannot be started.
         """
-        # A successful exec closes this pipe; after a failed exec the reason is read from the pipe.
+        # The new process writes to this pipe why exec failed; a successful exec closes the pipe.
         read_end, write_end = os.pipe()
         try:
             pid = os.fork()
@@ -219,7 +223,7 @@ class _Programs:
             self._started = True
             return pid
         try:
-            # All descriptors are first copied to high numbers, since a copy below may need any low number.
+            # All descriptors are first copied to high numbers: dup2 to a low number may overwrite a descriptor.
             write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
             ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
             copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
@@ -245,7 +249,7 @@ class _Programs:
             (resource.RLIMIT_NOFILE, OPEN_FILES),
             (resource.RLIMIT_NPROC, THREADS),
             (resource.RLIMIT_CORE, 0),
-            # the stack is large, for deep recursion through C
+            # the stack is large, since deep recursion through C functions needs stack
             (resource.RLIMIT_STACK, self._request["memory_mb"] * MIB // 2),
             (resource.RLIMIT_MEMLOCK, 0),
         ):
@@ -258,8 +262,8 @@ class _Programs:
 def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
     """The output of a process, read until the process exits, or is killed for more than `limit` bytes of output.
 
-    feeds: descriptor -> text to write meanwhile. Exits from this process when the pipe of requests is closed. Closes
-    all descriptors.
+    feeds: descriptor -> text to write to the descriptor meanwhile. Closes all descriptors. When the parent closes the
+    pipe of requests, this process exits at once.
     """
     poll = select.poll()
     poll.register(0, select.POLLHUP)
@@ -284,7 +288,7 @@ def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
             if feeds.get(fd) == b"" or (fd == output and not is_open):
                 poll.unregister(fd)
                 feeds.pop(fd, None)
-                if fd != output:  # the output is closed below
+                if fd != output:  # `output` is closed after the loop
                     _close(fd)
     # The pipe may still hold output that the process wrote before the exit.
     while is_open and len(received) <= limit and _read_into(received, output):

@@ -1,4 +1,4 @@
-"""Finds out whether this host can isolate programs: a program in a sandbox tries actions that must fail."""
+"""Tests whether this host can isolate programs: a program in a sandbox tries actions that must fail."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from megatron_scalerl.rewards.sandbox_seccomp import MACHINE, is_supported
 
 TIMEOUT_S = 60.0
 MEMORY_MB = 4096
-"""Memory limit of the probe (MiB): enough for all threads, so that only the limit of threads counts."""
+"""Memory limit of the probe (MiB), large enough that only the limit of threads bounds the number of threads."""
 FEWEST_THREADS = 8
 """Smallest number of threads that a program must be able to start."""
 _HEAD = "rewards.verifier code: this host cannot isolate programs"
@@ -49,17 +49,17 @@ print(json.dumps({{
 
 
 def check_sandbox(limits: Limits) -> None:
-    """Raises ValueError, in one line, if this host cannot isolate a program, or run a program within `limits`."""
+    """Check that this host can isolate a program, and run a program within `limits`; else raises ValueError."""
     if not is_supported() or sys.platform != "linux":
         raise ValueError(f"{_HEAD}: it is {sys.platform} on {os.uname().machine}, not linux on {MACHINE}")
     leaks = json.loads(_run(_PROBE, Limits(cpu_s=TIMEOUT_S, memory_mb=MEMORY_MB, file_mb=0)).output)
     threads = leaks.pop("threads")
-    # Before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host.
+    # Before Linux 5.14 the limit RLIMIT_NPROC counts all of the user's processes on the host, not in the sandbox.
     if not FEWEST_THREADS <= threads < THREADS:
         raise ValueError(
             f"{_HEAD}: a program starts {threads} threads; Linux since 5.14 allows {FEWEST_THREADS} to {THREADS - 1}"
         )
-    # The interpreter's folder has to be visible; in /usr or /lib no further folder is needed.
+    # The interpreter's top folder has to be visible, so the folder is no leak.
     prefix = sys.base_prefix.split("/")[1]
     leaks["files of the host"] = [name for name in leaks["files of the host"] if name != prefix]
     for leak, value in leaks.items():
@@ -74,7 +74,7 @@ def _value_text(value: Any) -> str:
 
 
 def _run(program: str, limits: Limits) -> Result:
-    """The result of a program in a new sandbox. Raises ValueError if sandbox or interpreter do not start."""
+    """Run a program in a new sandbox. Raises ValueError if sandbox or interpreter do not start."""
     try:
         with Sandbox(limits, deadline=time.monotonic() + TIMEOUT_S) as sandbox:
             results = list(sandbox.run(program, [""], [1 << 16]))

@@ -1,8 +1,8 @@
 """Builds the file system of a sandbox: only the Python interpreter, read-only, and a small /tmp.
 
-Runs in process 1 of `sandbox_init`, with the rights of the new namespaces. The host's tree is detached before a
-program starts: paths that are not listed here, such as /proc and /sys, do not exist inside. Imports only the standard
-library.
+Process 1 of `sandbox_init` runs this code, with all rights in the new namespaces. Before a program starts, the host's
+files are detached: paths that `build_root` does not show, such as /proc and /sys, do not exist inside. This module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> str:
-    """Replace the file system of this mount namespace; returns the interpreter's path inside. Raises OSError.
+    """Replace the file system of this mount namespace; returns the interpreter's path. Raises OSError.
 
-    executable: the interpreter, without symbolic links. libraries: the interpreter's folders, besides the system's
-    folders. file_mb: the largest file of a program (MiB); /tmp holds four such files.
+    executable: path of the interpreter, without symbolic links. libraries: folders of the interpreter, shown besides
+    SYSTEM_LIBRARIES. file_mb: the largest file of a program (MiB); /tmp has room for four such files.
     """
-    # The mount is private: later mounts of the host do not appear here.
+    # Private mounts: later mounts of the host do not appear here, and mounts of this process not on the host.
     _mount("none", "/", "", _RECURSIVE | _PRIVATE, "")
     place = next(path for path in ("/tmp", "/var", "/usr") if os.path.isdir(path))
     _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")
@@ -61,7 +61,7 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
 
 
 def _show(path: str) -> None:
-    """Make a path of the host visible in the sandbox. A symbolic link stays a link; an absent path is left out."""
+    """Make a path of the host visible in the sandbox, if the path exists. A symbolic link stays a link."""
     source = "/host" + path
     if os.path.lexists(path) or not os.path.lexists(source):
         return
@@ -77,8 +77,8 @@ def _show(path: str) -> None:
 
 
 def _make_read_only() -> None:
-    """Make every mount in the sandbox read-only, with the mounts inside a folder of the host."""
-    # mount(MS_REMOUNT) would reach the topmost mount alone
+    """Make every mount in the sandbox read-only, also mounts inside a folder of the host."""
+    # mount(MS_REMOUNT) would change the topmost mount alone, not the mounts below
     attributes = struct.pack("=QQQQ", _ATTRIBUTES, 0, 0, 0)
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
     check_call(result, "mount_setattr")

@@ -1,9 +1,9 @@
 """The seccomp filter of programs in the sandbox (x86-64): allows a list of system calls and refuses the rest.
 
-A program may compute, read and write files, start threads and execute a new program in its place. A program may not
+A program may compute, read and write files, start threads and execute a new program in the process. A program may not
 start a process, make a socket (except a connected pair, for asyncio), trace, mount, or make a namespace. A refused
-call returns ENOSYS, a new process EPERM. Calls of another architecture (32 bits, x32) end the program, since the same
-numbers mean other calls.
+call fails with ENOSYS, the start of a process with EPERM. A call with the numbers of a different architecture (32
+bits, x32) ends the program, since equal numbers mean different calls.
 
 Imports only the standard library, since the module runs in `sandbox_init`.
 """
@@ -85,7 +85,10 @@ def is_supported() -> bool:
 
 
 def restrict_calls() -> None:
-    """Apply the filter for good to this process and executed programs. Requires no_new_privs. Raises OSError."""
+    """Apply the filter for good to this process and all programs that it executes. Raises OSError.
+
+    The caller has to set no_new_privs (prctl) first.
+    """
     code = filter_code()
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
@@ -95,7 +98,7 @@ def restrict_calls() -> None:
 
 
 def filter_code() -> bytes:
-    """The filter as classic BPF, 8 bytes per instruction."""
+    """The filter's instructions in the code of classic BPF, 8 bytes per instruction."""
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _ARCH),
@@ -112,7 +115,7 @@ def filter_code() -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
-    code += [  # limits of this process alone
+    code += [  # prlimit64 is allowed only for the limits of the calling process
         (_EQUAL, 0, 4, _ALLOWED_CALLS["prlimit64"]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_EQUAL, 0, 1, 0),

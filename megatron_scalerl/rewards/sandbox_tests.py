@@ -1,10 +1,10 @@
-"""Runs the tests of a program in the sandbox: `sandbox_guest` executes this text in the process of the tests.
+"""Runs the tests of a program in the sandbox: `sandbox_guest` executes this file's text in the process of the tests.
 
     the program's process sends the names that the program defines
     -> the tests run; each use of a name is a request to the program's process
     -> every assertion leaves a verdict in `VERDICTS`
 
-The process reports that the program passed only if at least one assertion was evaluated and all assertions held.
+The process of the tests reports that the program passed if at least one assertion was evaluated and all held.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # every run pays for imports
+if TYPE_CHECKING:  # each import takes time in every run of tests
     import ast
     from collections.abc import Callable, Iterator
     from typing import Any
@@ -74,14 +74,14 @@ class Remote:
         raise StopAsyncIteration
 
     def __hash__(self) -> int:
-        return 0  # equal objects have equal hashes, and fields may change
+        return 0  # two remotes may be equal, so all have the same hash
 
 
 def _special(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *args: Any) -> Any:
         if name in _BINARY_OPERATIONS and not isinstance(args[0], Remote):
             if name not in ("__eq__", "__ne__"):
-                _new_verdict()  # a test that catches the following TypeError has to fail
+                _new_verdict()  # fails the tests, even if a test catches the TypeError that NotImplemented causes
             return NotImplemented
         if name == "__exit__":  # the program's result must not hide a failing assertion
             self._tests.ask(name, self._number)
@@ -108,7 +108,7 @@ class Tests:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def run(self, source: str, entry_point: str) -> None:
-        """Run the text, then the tests that the text defines. Raises the exception of a failing test.
+        """Run the text of the tests, then the tests that the text defines. Raises the exception of a failing test.
 
         Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
         is called with the program's `entry_point`. Raises AssertionError if no assertion was evaluated, or if an
@@ -147,7 +147,7 @@ class Tests:
     def ask(
         self, operation: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """The result of an operation in the program's process, which may also change mutable arguments.
+        """The result of an operation in the program's process; also copies the operation's changes of arguments.
 
         number: number of the object. args, keywords: arguments of the operation.
         """
@@ -188,7 +188,7 @@ class Tests:
             return {"raised": len(self._raised) - 1, "kind": type(error).__name__, "message": str(error)}
 
     async def _awaited_reply(self, reply: dict[str, Any]) -> Any:
-        """An awaitable for the tests, whose result the program's process has already awaited."""
+        """A coroutine for the tests with the result of a coroutine that the program's process has awaited already."""
         return self._result(reply)
 
     def _result(self, reply: dict[str, Any]) -> Any:
@@ -202,7 +202,7 @@ class Tests:
         return decode(reply["result"], self._remote)
 
     def _answer(self) -> Any:
-        """The next message of the program's process. Without a valid message this process exits without a verdict."""
+        """The next message of the program's process. If no valid message comes, the tests end without a verdict."""
         try:
             message = receive(self._replies)
         except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -214,9 +214,9 @@ class Tests:
     def _names(self, program: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
         """Name -> value of the program's names that the tests use.
 
-        program: name -> the message of the program's process about the value.
-        The program cannot replace a builtin such as `all`, unless the builtin's name is the entry point or the only
-        name that the tests use. Raises AssertionError if the program defines no name that the tests use.
+        program: name -> message with the value, from the program's process. The program cannot replace a builtin such
+        as `all`, unless the builtin's name is the entry point or the only name that the tests use. Raises
+        AssertionError if the program defines no name that the tests use.
         """
         import ast
 
@@ -240,7 +240,7 @@ class Tests:
         return names
 
     def _local(self, name_message: dict[str, Any]) -> Any:
-        """The value of a name of the program. For an exception type, a class is made here, which tests can catch."""
+        """The value of a name of the program; for the program's exception types, a new class that tests can catch."""
         if "exception" not in name_message:
             return decode(name_message["value"], self._remote)
         *derived, standard = name_message["exception"]
@@ -260,7 +260,7 @@ class Tests:
         if hasattr(type(value), "__next__"):
             return {"i": encode(list(value), self._number)}
         if not callable(value):
-            _new_verdict()  # a test that catches the following TypeError has to fail
+            _new_verdict()  # fails the tests, even if a test catches the TypeError
             raise TypeError(f"tests can hand only plain data and functions to a program, no {type(value).__name__}")
         self._functions.append(value)
         return {"h": -len(self._functions)}
@@ -270,33 +270,33 @@ _BEGIN_HOOK = "_assertion_has_begun_"
 _VERDICT_HOOK = "_assertion_was_evaluated_"
 _CALL_HOOK = "_assertion_was_called_"
 _AWAIT_HOOK = "_awaitable_"
-"""Names of hooks that the instrumented text of the tests calls."""
+"""Names of the functions whose calls `_instrumented_tree` adds to the tests."""
 VERDICTS: list[list[bool]] = []
-"""[whether the assertion held] for each assertion that began. Tests may catch an exception, but change no verdict."""
+"""For each assertion that began, [whether the assertion held]; tests that catch an exception change no verdict."""
 
 
 def _new_verdict() -> list[bool]:
-    """The verdict of an assertion that begins: false until the assertion is evaluated to the end."""
+    """Add the verdict of an assertion that begins: false until the assertion is evaluated to the end."""
     verdict = [False]
     VERDICTS.append(verdict)
     return verdict
 
 
 def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
-    """Record and return whether an assertion held. verdict: None where the tests expect an exception."""
+    """Record and return whether an assertion held. verdict: None inside a block that expects an exception."""
     verdict = verdict or _new_verdict()
     verdict[0] = bool(value)
     return verdict[0]
 
 
 def _call_result(verdict: list[bool] | None, value: Any) -> Any:
-    """Record that an assertion method of unittest returned, so the assertion held; returns the method's result."""
+    """Record that an assertion held, as a method of unittest returned; returns the method's result `value`."""
     _recorded_verdict(verdict, True)
     return value
 
 
 class _FailedAssertion(AssertionError):
-    """The exception that unittest raises for an assertion that does not hold; each instance records a failure."""
+    """The exception that unittest raises for an assertion that does not hold; creating one records a failure."""
 
     def __init__(self, *args: Any) -> None:
         _new_verdict()
@@ -309,12 +309,12 @@ def _end_threads() -> None:
     if threading is not None:
         if any(thread.daemon for thread in threading.enumerate()):
             _new_verdict()
-        # idle threads of executors end as well, as at the end of a program
+        # `_shutdown` also ends idle threads of executors, as at the end of a program
         threading._shutdown()
 
 
 def _instrumented_tree(tree: ast.Module) -> ast.Module:
-    """The syntax tree of the tests, with calls of hooks that record assertions and make plain values awaitable."""
+    """The syntax tree of the tests with added calls, which record assertions and make plain values awaitable."""
     import ast
 
     def call(name: str, *arguments: ast.expr) -> ast.Call:
@@ -390,7 +390,7 @@ _CASES = "_cases_"
 
 
 class _Raises:
-    """pytest.raises as a context."""
+    """Stands for the context of pytest.raises."""
 
     def __init__(self, kinds: Any, match: str | None):
         self._kinds = kinds
@@ -411,7 +411,7 @@ class _Raises:
 
 
 class _Approx:
-    """pytest.approx of a number, or of a sequence or dict of numbers."""
+    """Stands for pytest.approx of a number, or of a sequence or dict of numbers."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
         self._expected = expected
@@ -433,7 +433,7 @@ class _Approx:
 
 
 def _pytest() -> Any:
-    """The parts of pytest that tests of programs use: raises, approx, param and mark.parametrize."""
+    """A module that stands for pytest, with the parts that tests use: raises, approx, param, mark.parametrize."""
 
     def raises(kinds: Any, function: Any = None, *args: Any, match: str | None = None, **keywords: Any) -> Any:
         context = _Raises(kinds, match)
@@ -466,7 +466,7 @@ class _Row(tuple):  # type: ignore[type-arg]
 
 
 def _replace(argument: Any, update: Any) -> None:
-    """Change a mutable argument in place to the value that the call left in the program's process."""
+    """Give a mutable argument in place the value that the argument has in the program's process after a call."""
     if type(argument) is type(update) and hasattr(type(argument), "clear"):
         argument.clear()
         fill(argument, update)

@@ -1,10 +1,10 @@
 """A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
 
-The process imports the verifier, reports readiness, and then checks answers, a pickle for each check
-(`processes.worker`). The process imports neither torch nor transformers.
+The process imports the verifier, reports that it is ready, and then checks answers; the pool sends each check as a
+pickle (`processes.worker`). The process imports neither torch nor transformers.
 
-Only the verifier may raise or exceed limits (limits.py). Answers are data: an answer comes from a pickle that the
-pool wrote and is passed on as str. A verifier prints to stdout and stderr, which hold no replies.
+A verifier may raise or exceed limits (`limits`) without harm to the pool. An answer is never executed here: the pool
+wrote the pickle, in which the answer is a str. Replies do not use stdout and stderr, to which a verifier may print.
 """
 
 import errno
@@ -34,14 +34,16 @@ from megatron_scalerl.rewards.limits import (
 )
 
 RETIRE_GROWTH = 2.0
-"""A worker whose address space grew by this many times `memory_mb` is replaced, since checks may leak memory."""
+"""Growth of a worker's address space, as a multiple of `memory_mb`, at which a new worker replaces the worker.
+
+Checks may leak memory."""
 MOST_FAILURES = 16
 """Number of failed checks of a coroutine function in a row after which the process is replaced.
 
-A check may have damaged the state of the process.
+The checks may fail because an earlier check damaged the state of the process.
 """
 MOST_REWARD = 1e6
-"""Largest absolute value of a reward. The variance of larger rewards in a batch might overflow."""
+"""Largest absolute value of a reward. With larger rewards the variance in a batch might overflow."""
 CONNECTION_ERRORS = frozenset(
     [
         "ClientConnectionError",
@@ -77,7 +79,7 @@ class Outcome:
     value: bool | float | None = None
     """The verifier's result, a bool or a finite float."""
     limit: str = ""
-    """The limit that was exceeded, `memory` or `timeout`; `crash` if the process died otherwise; empty if neither."""
+    """`memory` or `timeout` if the check exceeded this limit; `crash` if the process died without; else empty."""
     unavailable: str = ""
     """The reason why the check could not be made, such as a judge that does not answer; else empty."""
     error: str = ""
@@ -85,7 +87,7 @@ class Outcome:
     unusable: str = ""
     """The reason why no answer to the prompt may be rewarded; empty for a usable prompt."""
     returned: str = ""
-    """The message about a returned value that is neither a reward nor None; else empty."""
+    """The fault of a returned value that is neither a reward nor None; empty for a reward or None."""
     waited: bool = False
     """Whether the verifier waited for something, such as a judge, before giving the reward."""
 
@@ -154,11 +156,11 @@ def is_judge(verifier: Verifier) -> bool:
 
 
 class NoReward(ValueError):
-    """A verifier returned an object that is neither a reward nor None."""
+    """A verifier returned an object that is neither a reward nor None; the message says which object."""
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
-    """Check an answer within the limits; for the answer None, check the prompt instead.
+    """Check an answer within the limits; for the answer None, whether any answer to the prompt may be rewarded.
 
     check: pickle of (answer, reference, extra), or of (None, verifier, question, reference, columns).
     """
@@ -176,7 +178,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
         return Outcome(limit="timeout")
     except VerifierUnavailable as problem:
         return Outcome(unavailable=_text(str(problem)))
-    except Exception as error:  # the user's verifier on model output; the pool counts the failure
+    except Exception as error:  # a user's verifier may raise anything; the pool counts the failure
         if is_unavailable(error):
             return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
         return Outcome(error=_text(traceback.format_exc()[-4000:]), returned=_returned(error))
@@ -189,14 +191,14 @@ def _waits() -> int:
 
 
 def _returned(error: BaseException) -> str:
-    """The message of a NoReward; empty for any other error."""
+    """The message of the error if the error is a NoReward, else empty."""
     return _text(str(error)) if isinstance(error, NoReward) else ""
 
 
 def reward_of(value: Any) -> bool | float:
     """The reward in a verifier's returned value: the value itself, or the `score` of a mapping.
 
-    Raises NoReward, and ValueError for None.
+    Raises ValueError for None, and NoReward for a value that is no reward.
     """
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
@@ -209,7 +211,7 @@ def reward_of(value: Any) -> bool | float:
             value = value.item()
         if isinstance(value, bool):
             return value
-        # A string has no `__float__`, and is refused.
+        # `float` would accept a string such as "1"; a string has no `__float__`, and so is refused.
         number = value.__float__()
         if abs(number) <= MOST_REWARD:
             return float(number)
@@ -222,20 +224,20 @@ def reward_of(value: Any) -> bool | float:
 
 
 async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outcome:
-    """Run one check of a coroutine function. No reward counts as a failure of the service that the function asks."""
+    """Run one check of a coroutine function. Without a reward the service that the function asks counts as failed."""
     import asyncio
 
     limit = asyncio.timeout(timeout_s)
     begin = time.process_time()
     passes: list[None] = []
-    # the event loop appends only once the function waits
+    # the event loop calls `append` only when the function waits for something, so `passes` shows a wait
     asyncio.get_running_loop().call_soon(passes.append, None)
     try:
         async with limit:
             value = reward_of(await verifier(*pickle.loads(check)))
         return Outcome(value=value, waited=bool(passes))
     except (Exception, asyncio.CancelledError) as error:
-        lines = traceback.format_exception_only(error)  # an error whose __str__ raises is also shown
+        lines = traceback.format_exception_only(error)  # works even if the error's __str__ raises
         reason = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
         trace = traceback.format_exc()[-4000:]
         if limit.expired():
@@ -262,9 +264,9 @@ def problem_of(limits: Limits, verifier: str, question: str, reference: str, col
 def is_unavailable(error: BaseException) -> bool:
     """Whether an error means that the service which a verifier asks (a judge over HTTP) failed.
 
-    An HTTP status of the exception, the response or a cause decides first: 408, 429 and 5xx are failures of the
-    service. Without a status, failures of the service are a refused, broken or impossible connection, a host name
-    that does not resolve, and a timeout. The answer may have caused any other exception, such as another OSError.
+    An HTTP status of the exception, of the exception's response or of a cause decides first: 408, 429 and 5xx are
+    failures of the service. Without a status, failures of the service are a refused, broken or impossible connection,
+    a host name that does not resolve, and a timeout. For all further exceptions the answer may be the cause.
     """
     links = list(_links(error, set()))
     for link in links:
@@ -280,7 +282,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An exception with all causes and contexts, and for an exception group, all members."""
+    """An exception, all exceptions that caused the exception, and all members of an exception group."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
@@ -294,12 +296,12 @@ def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an exception or of the exception's response, None without a status."""
+    """The HTTP status in an exception or in the exception's response; None without a status."""
     for name in ("status_code", "status"):
         for place in (error, getattr(error, "response", None)):
             try:
                 status = getattr(place, name, None)
-            except (AttributeError, RuntimeError, ValueError):  # a property without a value
+            except (AttributeError, RuntimeError, ValueError):  # a property may raise if there is no value
                 continue
             if isinstance(status, int) and 100 <= status < 600:
                 return status
@@ -330,7 +332,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
 
         return judge_answer
     if setup.verifier != "code":
-        # `code` limits programs in the sandbox, whose processes need room for the input.
+        # Not for `code`: the sandbox limits the programs, and the sandbox's own processes need room for the input.
         limit_process(limits)
     loaded = address_space()
 

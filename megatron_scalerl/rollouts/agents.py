@@ -5,21 +5,21 @@
 The life of a session:
 
     begin      a try of `run` gets a key, which only the server and this try's agent know
-    request    ids are the context as sent; messages are rendered after the longest known conversation that the
+    request    token ids are the context as sent; messages are rendered after the longest known conversation that the
                messages continue, whose ids are kept. `rollouts.trace` says which part the context continues
-    answer     ids, or a message with calls of tools
+    answer     token ids to a request with token ids, else a message, perhaps with calls of tools
     end        the try's key becomes unknown, and requests in progress are cancelled
     close      sampling in progress is cancelled
 
 Each request is recorded with the answer. If `run` is tried again after a failure, a request that equals a recorded
-request gets the recorded answer, each answer once, so that nothing is sampled twice. Every other request is new.
-Parallel branches ask in any order, so recorded requests that stayed `unasked` are judged at the end of the run.
-`over` has the error that ended the episode: a limit, or an error of the engine.
+request gets the recorded answer, each answer once, so that nothing is sampled twice; all further requests are new. An
+agent may repeat requests in a new order, so a recorded request that stays `unasked` counts as a failure only at the
+end of the run. `over` has the error that ended the episode: a limit, or an error of the engine.
 
-An agent is not trusted: connections are bounded, and connections without a known key are few; no body is read before
-the key is known. The time and the bytes of a body are bounded, an episode has environment.max_turns requests, and one
-request is rendered at a time. Ids have to be in the vocabulary, and no setting of a request changes the sampling, but
-for texts at which an answer stops. Every refusal is an error as OpenAI's client reads errors.
+An agent is not trusted. The numbers of connections with and without a known key are bounded, and the time and bytes
+of a body, which is read only with a known key. An episode has at most environment.max_turns requests, and one
+request is rendered at a time. Ids have to be in the vocabulary. Of a request's settings only stop strings and the
+largest number of tokens have an effect on sampling. A refusal has the form of an error of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -57,23 +57,24 @@ MODEL = "policy"
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
-"""The largest size of a request (bytes)."""
+"""Largest size of a request's body (bytes)."""
 BODY_S = 60.0
-"""Time limit for the arrival of a request's body, and of the next request on an open connection (s)."""
+"""Time limit for a request's body to arrive, and time after which an idle connection is closed (s)."""
 TOKEN_BYTES = 16
 """Largest size of a request's body for each token of a context (bytes), in addition to OTHER_BYTES.
 
-An id takes at most 8 bytes, a token in words 5 bytes. A decoder takes 16 us for a byte of special tokens.
+An id takes at most 8 bytes, a token of text about 5 bytes. Special tokens take a decoder process 16 us per byte.
 """
 OTHER_BYTES = 2**16
-"""Largest size of the parts of a request's body that are no context (bytes)."""
+"""Largest size of a request's body without the bytes of the context (bytes)."""
 IGNORED_SETTINGS = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
 """
 """Settings of a request that have no effect: the run decides how the policy is sampled."""
 ID_CLIENT_SETTINGS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
-"""Further settings without effect in requests with token ids, whose answers always have ids with log-probs."""
+"""Settings, besides IGNORED_SETTINGS, that have no effect in requests with token ids: every answer to such a request
+has token ids with log-probs."""
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -83,20 +84,21 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "content_parts": ([],),
 }
-"""Setting of a request -> allowed values besides null. An unknown setting without an entry has to be null."""
+"""Setting of a request that the server does not support -> values that are allowed, besides null. Unsupported
+settings without an entry have to be null."""
 
 
 MOST_STRANGERS = 256
-"""Number of connections without a known key above which the oldest such connection is closed after STRANGER_S."""
+"""Number of connections that have shown no known key above which the oldest are closed after STRANGER_S."""
 STRANGER_S = 5.0
-"""Least time that a connection has to show a key (s). Many agents connect at once when episodes begin."""
+"""Shortest time after which a connection without a known key is closed (s): many agents may connect at once."""
 ENDS = 64
-"""Number of latest episodes among which episodes that `max_tokens` has truncated are counted."""
+"""Number of latest episodes of which a warning counts the episodes that `max_tokens` has truncated."""
 UNKNOWN = "the API key belongs to no episode in progress: send agent.api_key of this call of run"
 GONE = "the episode has ended by a limit, such as environment.max_turns, so the call of run is cancelled"
 NO_ROUTE = f"the path is unknown: use POST {CHAT}, POST {GENERATE} or GET /v1/models"
 REQUEST_ERRORS = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions that a malformed request may cause, and for which the request is refused."""
+"""Exceptions that a malformed request may cause; the server then refuses the request."""
 
 
 class LimitReached(Exception):
@@ -104,7 +106,7 @@ class LimitReached(Exception):
 
 
 class AnswerCut(LimitReached):
-    """The limit `max_tokens` of an agent's request ended the episode."""
+    """An answer reached `max_tokens` of the agent's request, which ended the episode."""
 
 
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
@@ -113,7 +115,7 @@ Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
 
 @record
 class Conversation:
-    """A conversation up to and with a turn of the policy, whose token ids are known."""
+    """A conversation that ends with a turn of the policy. The token ids of the whole conversation are known."""
 
     messages: tuple[list[Message], ...] = ()
     """[turns] the environment's messages before each turn of the policy."""
@@ -131,9 +133,9 @@ class _Job:
     tools: str = "[]"
     """The tools as JSON."""
     conversation: Conversation = Conversation()
-    """The known conversation, extended by the new messages of the request."""
+    """The longest known conversation that the request continues, with the request's new messages added."""
     digest: Any = None
-    """Hash of tools and messages, to which the policy's answer is added later."""
+    """Hash object of tools and messages; `_message` adds the policy's answer."""
 
 
 class _Text(msgspec.Struct):
@@ -205,8 +207,8 @@ class Session:
         vocabulary: int,
         tokens: int,
     ):
-        """sessions: key -> session of a try in progress. agent: address without a key. vocabulary: number of token
-        ids of the policy. tokens: largest number of tokens of a context."""
+        """sessions: the server's dict of key -> session with a try in progress. agent: the server's address, without
+        a key. vocabulary: number of token ids of the policy. tokens: largest number of tokens of a context."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that gets the exception which ends the episode, such as LimitReached."""
         self._agent = agent
@@ -225,7 +227,7 @@ class Session:
         self._texts: list[str] = []
         """Texts of the policy's answers."""
         self._conversations: dict[bytes, Conversation] = {}
-        """Digest of tools and all messages, the policy's included -> conversation."""
+        """Digest of the tools and of all messages up to a turn of the policy -> the conversation up to that turn."""
         self._handlers: set[asyncio.Task[Any]] = set()
         """Handlers of the requests in flight."""
         self._request_in_flight = asyncio.Event()
@@ -244,7 +246,7 @@ class Session:
         return self._agent
 
     def end(self) -> None:
-        """End the try: the key becomes unknown, and requests in progress are cancelled."""
+        """End the try: from now on the server refuses the key, and requests in progress are cancelled."""
         self._sessions.pop(self._agent.api_key, None)
         for handler in self._handlers:
             handler.cancel()
@@ -260,7 +262,7 @@ class Session:
                 return
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers in the last try; empty if the try did not repeat all recorded requests."""
+        """The policy's answers in the last try; empty if the agent did not repeat all recorded requests."""
         if self.unasked:
             return []
         return self._texts
@@ -283,7 +285,8 @@ class Session:
             try:
                 status, kind, body = await asyncio.shield(entry.answer)
             except asyncio.CancelledError:
-                # The agent has hung up. The agent may ask again, or has already asked again.
+                # The agent has hung up, and may ask again. If the agent already awaits an equal request, the answer
+                # to this request is not needed.
                 if entry.reader is handler:
                     entry.reader = None
                     awaited = {e.digest for e in self._record if e.reader and not e.answer.done()}
@@ -313,7 +316,7 @@ class Session:
         return entry
 
     async def _new(self, path: str, data: bytes, number: int) -> Reply:
-        """The answer to a request that is not recorded. number: number of the request in the episode, from 0."""
+        """The reply to a new request. At a limit the episode ends. number: number of the request, from 0."""
         try:
             if number >= self._settings.max_turns:
                 raise LimitReached("environment.max_turns")
@@ -335,20 +338,20 @@ class Session:
             choice = {"token_ids": turn.token_ids, "logprobs": {"content": scored}}
             return _json({"choices": [FINISHED | choice]})
         except (LimitReached, CompletionLost, RuntimeError, *REQUEST_ERRORS) as end:
-            # An error of REQUEST_ERRORS is a defect of this program here, and ends the run.
+            # Errors of a malformed request are handled above; here such an error is a defect of this program.
             if not self.over.done():
                 self.over.set_exception(end)
             return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Job:
-        """The job of a request with token ids, which has the form of vLLM's generate endpoint. Raises ValueError."""
+        """The job of a request with token ids (vLLM's generate endpoint). Raises ValueError for invalid ids."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: send at least one id, and only ids below {self._vocabulary}")
         return _Job(context=request.token_ids)
 
     async def _messages(self, request: _Body) -> _Job:
-        """The job of a request with messages. If the messages continue a known conversation, its ids are kept."""
+        """The job of a request with messages. The ids of a known conversation that the messages continue are kept."""
         messages = list(map(_plain_message, request.messages))
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last message has to have the role user, tool or system")
@@ -397,8 +400,8 @@ FINISHED = {"index": 0, "finish_reason": "stop"}
 
 
 def _read(path: str, data: bytes) -> _Body:
-    """Decode a request. Raises ValueError or RecursionError for a malformed body, and for settings that the server
-    does not honor."""
+    """Decode a request's body. Raises ValueError or RecursionError for a malformed body, and ValueError for a setting
+    that neither the server knows nor ALLOWED_VALUES allows."""
     body = msgspec.json.decode(data, type=dict[str, Any])
     body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
     known_names = [*_Body.__struct_fields__, *IGNORED_SETTINGS.split()]
@@ -419,14 +422,14 @@ def _json(value: dict[str, Any], status: int = 200) -> Reply:
 
 
 def _refusal(status: int, text: str) -> Reply:
-    """The reply that refuses a request, as an error in the form that OpenAI's client reads."""
+    """The reply that refuses a request, in the form of an error of OpenAI's API."""
     text = text.encode(errors="replace").decode()
     return _json({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
 
 
 @web.middleware
 async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Turns aiohttp's refusals into errors in the form that OpenAI's client reads."""
+    """Turns aiohttp's refusals into the form of errors of OpenAI's API."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -437,7 +440,7 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _plain_message(message: _Message) -> Message:
-    """A message in the form for the chat template, in which messages with equal content are equal."""
+    """An agent's message in the form for the chat template, in which messages of equal meaning are equal."""
     text = message.content or ""
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
@@ -446,7 +449,7 @@ def _plain_message(message: _Message) -> Message:
     if message.role == "developer":
         fields["role"] = "system"
     if message.role == "assistant":
-        # An agent may send the policy's text back without the white space around the text.
+        # An agent may strip white space before it sends the policy's text back, so white space does not count.
         fields["content"] = text.strip()
         names = {"tool_calls": list(map(_plain_call, message.tool_calls or ()))}
     return fields | {name: value for name, value in names.items() if value}
@@ -486,7 +489,7 @@ def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, A
 
 
 class _RefusedConnection(asyncio.Protocol):
-    """Closes a connection at once, since the server has the largest number of connections."""
+    """Closes a new connection at once, since the server already has as many connections as are allowed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection."""
@@ -503,11 +506,11 @@ class AgentServer:
         self._sessions: dict[str, Session] = {}
         """API key of a try in progress -> session."""
         self._key = secrets.token_urlsafe(32)
-        """The value of `Agent.route_key`."""
+        """Route key (`Agent.route_key`), by which the server admits clients that serve many episodes."""
         self._strangers: dict[Any, float] = {}
         """Connection without a known key so far -> time of arrival (s, time of the event loop), the oldest first."""
         self._cut: deque[bool] = deque(maxlen=ENDS)
-        """[latest episodes] whether `max_tokens` of an agent's request ended the episode."""
+        """For each of the latest ENDS episodes, whether `max_tokens` of an agent's request ended the episode."""
 
     async def __aenter__(self) -> AgentServer:
         application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
@@ -529,7 +532,7 @@ class AgentServer:
     def _protocol(self) -> asyncio.BaseProtocol:
         server: Any = self._runner.server
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # The number is negative if open files have no limit.
+        # `files` is negative if this process may open any number of files.
         if 0 < files // 2 <= len(server.connections):
             return _RefusedConnection()
         protocol: asyncio.BaseProtocol = server()
@@ -543,7 +546,7 @@ class AgentServer:
 
     @contextlib.asynccontextmanager
     async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
-        """A new session, which ends with the block. arguments, limits: the arguments of `Session` after `agent`."""
+        """A block with a new session. arguments, limits: the arguments of `Session` after `agent`."""
         port = self._server.sockets[0].getsockname()[1]
         agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key="", model=MODEL, route_key=self._key)
         session = Session(self._sessions, agent, *arguments, **limits)
@@ -562,7 +565,7 @@ class AgentServer:
             self._cut.clear()
 
     def _admit(self, request: web.Request) -> str:
-        """The API key of a request whose body may be read. Raises HTTPUnauthorized for an unknown key."""
+        """The API key in the headers. Raises HTTPUnauthorized if neither this key nor the route key is known."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._sessions and request.headers.get(ROUTE_HEADER) != self._key:
             raise web.HTTPUnauthorized(text=UNKNOWN)
@@ -570,7 +573,7 @@ class AgentServer:
         return key
 
     def _session_of(self, key: str, data: bytes) -> Session:
-        """The session of an API key, which may also be the body's cache_salt. Raises HTTPUnauthorized."""
+        """The session of the API key, from the header or the body's cache_salt. Raises HTTPUnauthorized."""
         if key not in self._sessions:
             with contextlib.suppress(msgspec.MsgspecError, RecursionError):
                 key = msgspec.json.decode(data, type=_Salted).cache_salt

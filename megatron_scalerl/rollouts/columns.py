@@ -18,19 +18,19 @@ from megatron_scalerl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
-"""Pauses between the tries of `score` (s). A judge or teacher that is down for a minute must not end the run."""
+"""Pauses between the tries of an algorithm's `score` (s). A judge that is down for a minute must not end the run."""
 SCORE_S = 600.0
-"""Time limit of one try of `score` (s). Otherwise a judge that never answers would hold the batch for ever."""
+"""Time limit of one try of an algorithm's `score` (s), since a judge that never answers would hold up the batch."""
 
 
 Score = Callable[[RolloutGroup, Sequence[RolloutArrays]], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class Teachers:
-    """Asks the teacher of a group's task for the log-probabilities of the group's samples, one request a sample.
+    """Asks the teacher of a group's task for the log-probabilities of the group's samples, with a request per sample.
 
-    A request that fails because the teacher ended is repeated once the teacher is started again. Requests have no
-    time limit: the watchdog ends a teacher that hangs, and the run ends if a teacher is not started again.
+    A request that fails because the teacher's process ended is repeated as soon as the teacher runs again. Requests
+    have no time limit: `engine.watchdog` ends a teacher that hangs, and a teacher that is given up ends the run.
     """
 
     def __init__(self, recipe: Recipe, engines: Membership):
@@ -38,7 +38,7 @@ class Teachers:
         self._engines = engines
 
     async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
-        """[samples] the column `teacher_logprobs` (nats) of each sample, for `Distilled`. Raises EngineError."""
+        """[samples] the column `teacher_logprobs` (nats) of each sample. Raises EngineError if a request fails."""
         task = group.prompt.task
         name = TEACHER + next(name for name, section in self._sections.items() if task in (section.tasks or [task]))
         parts = [part for completion in group.completions for part in completion.samples]
@@ -67,10 +67,10 @@ async def with_columns(
 ) -> list[bytes]:
     """The samples of a group with the columns of `score`, in the format of `rollout_bytes.write`.
 
-    score: the method of `Teachers`, which has no time limit; None: the algorithm's own method.
+    score: `Teachers.score`, which gets no time limit; None: the algorithm's method `score`.
 
-    Raises RuntimeError, which ends the run, if every try failed: `score` raised, took more than `SCORE_S`, or gave
-    other columns.
+    Raises RuntimeError, which ends the run, if every try failed: `score` raised, took more than `SCORE_S`, or
+    returned columns that `scored` refuses.
     """
     arrays = [read(sample) for sample in samples]
     for pause_s in (*PAUSES_S, None):
@@ -89,10 +89,10 @@ async def with_columns(
 
 
 def scored(sample: RolloutArrays, named_columns: Mapping[str, Any], algorithm: ScaleRL) -> RolloutArrays:
-    """A sample with the columns of `score`.
+    """A sample with the columns that `score` returned.
 
-    Raises ValueError for wrong names, and for a sampled token without a finite number: stored columns are trained on
-    again after a restart, so a stored NaN would end the run each time.
+    Raises ValueError for names that are not the algorithm's columns, and for a sampled token without a finite number:
+    after a restart stored columns are used again, so a stored NaN would end the run each time.
     """
     if {*named_columns} != {*algorithm.columns}:
         raise ValueError(f"score returned the columns {sorted(named_columns)} instead of {sorted(algorithm.columns)}")

@@ -1,4 +1,4 @@
-"""Reads the bytes of a batch's completions from the store, at the moment of sending the batch to the trainer."""
+"""Reads the bytes of a batch's completions from the rollout store, when the batch is sent to the trainer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ Source = tuple[BlockRef | None, int]
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
-    """A function that reads the samples with given numbers in `sources`, in a thread.
+    """Make a function of indices into `sources` that reads the samples at the given indices, in a thread.
 
-    Only the bytes of the asked samples are read, and each checksum is verified. The function raises ValueError,
-    naming the file, for a damaged group, and OSError.
+    The function reads no bytes of further samples and verifies each checksum. The function raises ValueError, naming
+    the file, for a damaged group, and OSError.
     """
     folder = run_dir / "rollouts"
 

@@ -34,7 +34,7 @@ from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
 
 TOOL_SETS = 16
-"""Number of different lists of tools for which a process keeps a renderer of turns."""
+"""Number of tool lists for which a process keeps a renderer of turns; beyond, the least recently used is dropped."""
 
 
 @record
@@ -42,11 +42,11 @@ class AnswerFormat:
     """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """Any interruption plan of the run, since all plans have the same closing tag; None for a policy without tags."""
+    """An interruption plan of the run, of which only the closing tag is used; None for a policy without tags."""
     think_end: str
     """The closing tag of thinking as text."""
     hidden_ids: frozenset[int]
-    """Tokens that are not part of the text: special tokens and tokens that end a completion."""
+    """Ids of tokens that do not appear in the text: special tokens, and tokens that end a completion."""
 
     def answer_start(self, token_ids: np.ndarray) -> int | None:
         """Index of the first token after thinking in `token_ids` [T]; None if thinking did not end."""
@@ -61,7 +61,7 @@ class AnswerFormat:
         if start is None:
             return None
         if self.plan is not None:
-            # The tag's tokens may include neighboring text, so they are decoded and the tag is cut off as text.
+            # The tag's tokens may include a part of the answer, so the tag is decoded too, and cut off as text.
             start -= len(self.plan.think_end_ids)
         text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
         if self.plan is None:
@@ -83,7 +83,7 @@ class TurnSettings:
 
 @record
 class Setup:
-    """The settings of a decoder process, which are the same for all requests of a run."""
+    """The settings of a decoder process, which hold for all requests of a run."""
 
     answer: AnswerFormat
     tokenizer: str | None
@@ -96,7 +96,7 @@ class Setup:
 
 @record
 class Request:
-    """A request to decode a response, whose body follows, or, with messages, to render the messages as tokens."""
+    """A request to render `messages` as tokens, or without messages, to decode a response, whose body follows."""
 
     plan: Plan | None = None
     """Interruption plan of the request that the engine has answered."""
@@ -117,7 +117,7 @@ class Decoded:
 
     completion: Completion
     data: bytes = b""
-    """The completion in the format of `batching.rollout_bytes.write`; empty in a Reply, where the bytes follow."""
+    """The completion in the format of `batching.rollout_bytes.write`; empty in a Reply, which the bytes follow."""
     text: str | None
     """Text after thinking; None if thinking did not end or the completion is truncated."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -130,7 +130,7 @@ class Decoded:
 
 @record
 class Reply:
-    """The result of a request. If nothing failed, bytes of the completion or tokens of the messages follow."""
+    """The result of a request. A Reply without a failure precedes the completion's bytes or the rendered tokens."""
 
     decoded: Decoded | None = None
     error: str = ""
@@ -151,10 +151,10 @@ class Decoding:
         self._text = _text_decoder(setup)
         self._request = msgspec.json.Decoder(Request)
         if setup.episodes:
-            # This module imports transformers, which takes seconds.
+            # `prompts.tokenizer` imports transformers, which takes seconds.
             from megatron_scalerl.prompts.tokenizer import load_tokenizer
 
-            # Every request of an agent may have different tools.
+            # The cache has room for several tool lists, since requests of an agent may have different tools.
             self._talk = lru_cache(TOOL_SETS)(partial(turns_of, load_tokenizer(setup.policy)))
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
@@ -175,7 +175,7 @@ class Decoding:
         before_calls = ""
         calls: tuple[ToolCall, ...] = ()
         answer_start = self._format.answer_start(arrays.token_ids) or 0
-        # A truncated completion counts as wrong, whatever the text says.
+        # A truncated completion counts as wrong, so the text is not decoded.
         if not arrays.truncated:
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and request.talk is not None:
@@ -200,7 +200,7 @@ class Decoding:
 def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
     """(renderer of turns, parser of the tool calls in the policy's turns).
 
-    Raises ValueError as both constructors do, and for tools without a chat template.
+    Raises ValueError as `TurnRenderer` and `tool_parser` do, and if there are tools but no chat template.
     """
     prompts = PromptsSection.model_validate_json(turns.prompts)
     tools = msgspec.json.decode(turns.tools)
@@ -218,7 +218,7 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 
         fast = Tokenizer.from_str(setup.tokenizer)
         return lambda ids: str(fast.decode(ids, skip_special_tokens=False))
-    # This module imports transformers, which takes seconds.
+    # `prompts.tokenizer` imports transformers, which takes seconds.
     from megatron_scalerl.prompts.tokenizer import load_tokenizer
 
     slow = load_tokenizer(setup.policy)
@@ -227,7 +227,7 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 
 def main() -> None:
     """Decode until the controller ends this process."""
-    # Signals to the whole process group are left to the controller, which may still need completions to save.
+    # SIGINT and SIGTERM are ignored: the controller gets the same signals, and may still need decoded completions.
     ignore_signals()
     serve(Decoding)
 

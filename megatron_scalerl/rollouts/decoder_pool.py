@@ -1,17 +1,18 @@
-"""Decodes the responses of engines in processes, so that the controller's event loop sees facts and opaque bytes.
+"""Decodes the responses of engines in processes, so that the controller handles only facts and opaque bytes.
 
     generate --slots--> decode() --> processes.worker_pool --one body at a time--> process --> Decoded
 
 Bound: a response's body is read only with one of `SLOTS * workers` slots, which the body keeps until the end of
-decoding. At most this number of bodies is in memory, and one body in each process. Waiting bodies stay in the
-sockets' buffers (128 KiB each in this process), and the engines' servers wait as long. The end of `async with` fails
-outstanding requests.
+decoding. So this process holds at most `SLOTS * workers` bodies, and each decoder process holds one. A body without a
+slot stays in the buffer of the socket (128 KiB) and in the engine's server. At the end of `async with`, outstanding
+requests fail.
 
-The life of a body: `slot` admits the body, `EngineClient.generate` reads it, `decode` sends it to a process and gives
-the slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and the
-body is decoded again. A body is lost (CompletionLost, `decoder_lost`) if two processes ended with this body, or if no
-process starts for the body. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies in a row are lost, or if no
-process starts any more.
+The life of a body: `slot` admits the body, `EngineClient.generate` reads the body, `decode` sends the body to a
+process; then the slot is free. A process that dies or does not answer within TIMEOUT_S is replaced
+(`processes.worker_pool`), and the body is decoded again.
+
+A body is lost (CompletionLost, `decoder_lost`) if two processes ended with this body, or if no process starts for the
+body. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies in a row are lost, or if no process starts any more.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from megatron_scalerl.types import CompletionLost
 logger = logging.getLogger(__name__)
 
 SLOTS = 4
-"""Number of response bodies in memory for each decoder process."""
+"""Number of response bodies in the controller's memory, per decoder process."""
 TIMEOUT_S = 60.0
 """Time limit to decode one response body (s). A body of 14,000 tokens takes 10 ms."""
 MAX_LOST_IN_A_ROW = 16
@@ -71,7 +72,7 @@ class DecoderPool:
     ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
-        # With this text the processes need no transformers, whose import takes seconds.
+        # With the text of tokenizer.json the processes need no transformers, whose import takes seconds.
         text = fast.to_str() if hasattr(fast, "to_str") else None
         setup = Setup(
             answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, episodes=recipe.episodes
@@ -110,7 +111,7 @@ class DecoderPool:
         return self._slots
 
     def of_turns(self, talk: TurnSettings) -> Decoder[Decoded]:
-        """The `decoder` of `EngineClient.generate` for a turn of an episode with these settings."""
+        """The argument `decoder` of `EngineClient.generate` for a turn of an episode with the settings `talk`."""
         return SimpleNamespace(slot=self.slot, decode=partial(self.decode, talk=talk))  # type: ignore[return-value]
 
     async def decode(
@@ -135,7 +136,7 @@ class DecoderPool:
     async def render(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], talk: TurnSettings
     ) -> tuple[np.ndarray, bool]:
-        """(u32 tokens; True if the tokens replace the context, False if the context is extended by the tokens).
+        """Render new messages: (token ids; True if the ids replace the context, False if the ids extend the context).
 
         messages: [turns + 1] the environment's messages before each turn; the last messages are new. Raises
         ValueError as `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
@@ -147,7 +148,7 @@ class DecoderPool:
         return np.frombuffer(data, dtype="<u4"), reply.rewritten
 
     async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
-        """(reply to a request, bytes that follow). problem: error text if processes end with the request."""
+        """(reply to a request, bytes behind the reply). problem: the error's text if the request ends processes."""
         try:
             answer = await self._workers.ask(msgspec.json.encode(request), body)
         except WorkerDied as death:
@@ -156,7 +157,7 @@ class DecoderPool:
         return answer
 
     def _lost(self, problem: str) -> Exception:
-        """The error for a request with which processes ended; MAX_LOST_IN_A_ROW requests in a row end the pool."""
+        """The error for a request that ended processes; the pool ends after MAX_LOST_IN_A_ROW requests in a row."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
             return CompletionLost(problem, reason="decoder_lost")

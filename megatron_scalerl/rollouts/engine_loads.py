@@ -1,7 +1,7 @@
 """Counts the stream's completions on each engine, chooses the engine of the next group, and measures idle time.
 
-Completions are counted from `add` to `remove`. An engine that keeps an older policy version for a measurement goes on
-with all requests, so the engine's completions stay counted.
+A completion counts from `add` to `remove`. An engine that keeps an older policy version for a validation takes no new
+completions but finishes earlier completions, which stay counted.
 """
 
 import time
@@ -12,7 +12,7 @@ from megatron_scalerl.engine.membership import Membership
 
 
 class EngineLoads:
-    """The number of completions in flight on each engine. Not safe for several threads."""
+    """The number of completions in flight on each engine. Only one thread may call the methods."""
 
     def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int):
         """max_in_flight: largest number of completions in flight per engine."""
@@ -21,7 +21,7 @@ class EngineLoads:
         self._max_in_flight = max_in_flight
         self._completions: Counter[EngineClient] = Counter()
         self._idle_since: float | None = None
-        """Start of the idle time (monotonic seconds); None while an engine has work, or no engine serves."""
+        """Value of time.monotonic() at the start of idle time; None while an engine has work, or no engine serves."""
         self._idle_seconds = 0.0
         """Idle time that ended before `_idle_since`, counted since the last call of `take_idle_seconds` (s)."""
 
@@ -37,15 +37,15 @@ class EngineLoads:
         self.note_idle()
 
     def remove(self, engine: EngineClient) -> None:
-        """Count one completion less on an engine."""
+        """Note that one completion on an engine has ended."""
         self._completions[engine] -= 1
         self.note_idle()
 
     def note_idle(self) -> None:
-        """Start or stop measuring idle time: engines serve, and no engine has work.
+        """Start or stop measuring idle time, in which engines serve and no engine has work.
 
-        Also called when an engine joins or leaves. Time without a serving engine is not idle, since engines are being
-        started.
+        The caller also calls this method when an engine joins or leaves. Time without a serving engine does not
+        count, since engines are being started.
         """
         serving = self._engines.serving
         busy = any(self._completions[engine] for engine in serving)

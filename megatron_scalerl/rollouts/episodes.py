@@ -9,18 +9,19 @@ The life of an episode:
     step       the environment answers the response, in a separate process
     render     the new messages become ids (`prompts.turns`), which are appended; if the template rewrites earlier
                messages, the episode forks: a new part begins with the rewritten context, all masked
-    end        the environment ends the episode, or a limit does: the episode is then truncated
-    score      the environment's last verdict, or the sum of the environment's numbers; without either, the verifier's
-               verdict on the last response
+    end        the environment ends the episode; or a limit ends the episode, which then counts as truncated
+    score      the environment's last bool reward, or the sum of numbers if a reward is a number; without any reward,
+               the verifier's verdict on the last response
 
-An agent, a class with `run`, asks for turns (`rollouts.agents`), and returns the verdict.
+If the user's class has a method `run`, the class is an agent: `run` asks the policy for turns (`rollouts.agents`) and
+returns the reward.
 
 Each token that the policy sampled is in one part (`rollouts.trace`), once. An episode stays on the group's engine,
 whose prefix cache has the episode's context as long as the weights stay the same.
 
 A failure of the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
-environment answers the same responses differently. An `EpisodeEnd` says how an episode ended and whether the episode
-is paid. A prompt whose row ends OWN_FAILURES episodes in a row is left out.
+environment answers equal responses differently. An `EpisodeEnd` says how an episode ended and whether the episode
+gets a reward. A prompt is left out after OWN_FAILURES episodes in a row that failed by a fault of the prompt's row.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 TRIES = 3
 """Number of tries of an episode whose environment answers equal responses differently."""
 PROBLEM_CHARS = 500
-"""Number of characters, from the end of a failure's text, that are stored with the score."""
+"""Number of characters at the end of a failure's message that are stored with the score."""
 OWN_FAILURES = 16
 """Number of episodes in a row that a fault of the prompt's row has ended, after which the prompt is left out.
 
@@ -77,7 +78,7 @@ class EpisodeSampler(Sampler):
         talk: TurnSettings,
         **pools: Any,
     ):
-        """recipe: the task's recipe. pools: decoders and verifier, as for `Sampler`."""
+        """recipe: the task's recipe. pools: the arguments decoders and verifier of `Sampler`."""
         super().__init__(plans, **pools)
         self._environments = environments
         self._talk = talk
@@ -95,7 +96,7 @@ class EpisodeSampler(Sampler):
     async def problem_of(self, prompt: Prompt) -> str:
         """The reason why a prompt cannot be learned from, known after the first episodes; else empty.
 
-        All episodes of the prompt fail, or no answer may be rewarded.
+        A reason is that all episodes of the prompt fail, or that the verifier may reward no answer.
         """
         problem = self._problems.get(prompt.prompt_id, "")
         if problem or prompt.prompt_id not in self._verified:
@@ -105,7 +106,7 @@ class EpisodeSampler(Sampler):
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """A scored episode of a prompt; with `max_tokens`, a scored turn without an environment, for the probe.
+        """A scored episode of a prompt; with `max_tokens` (for the probe), one scored turn without an environment.
 
         Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) if the environment has failed, and
         RuntimeError if environments keep failing (`environments.pool`).
@@ -130,7 +131,7 @@ class EpisodeSampler(Sampler):
         raise lost
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
-        """One try of an episode. Raises EnvironmentFailed."""
+        """One try of an episode. Raises EnvironmentFailed if the episode is lost in this try."""
         async with self._environments.episode(prompt.row) as environment:
             messages: Sequence[Message] = ()
             if not self._environments.agent:
@@ -167,7 +168,10 @@ class EpisodeSampler(Sampler):
         return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
-        """(the environment's first messages, the messages as token ids [P]). Raises EnvironmentFailed."""
+        """(the environment's first messages, the messages as token ids [P]).
+
+        Raises EnvironmentFailed if reset fails, or if the messages have too many tokens or none.
+        """
         messages = await environment.reset()
         ids, _ = await self._rendered([messages], [])
         if not 1 <= len(ids) <= self._most_prompt_tokens:
@@ -198,7 +202,7 @@ class EpisodeSampler(Sampler):
                 context = [*part.context, *context]
 
     async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
-        """Run an agent, and answer the agent's requests until the agent returns."""
+        """Run the agent, whose requests are answered until the agent returns or a limit ends the episode."""
         tokens = len(trace.prompt) + self._most_tokens
         limits = {"vocabulary": self._plans.vocabulary, "tokens": tokens}
         async with (
@@ -209,7 +213,7 @@ class EpisodeSampler(Sampler):
             problem = outcome.exception()
             if session.unasked and isinstance(problem, LimitReached | None):
                 subject = self._environments.subject
-                raise EnvironmentFailed(f"{subject}: a repeated run did not send the same requests", reason="changed")
+                raise EnvironmentFailed(f"{subject}: run did not repeat the earlier requests", reason="changed")
             reward = outcome.result()
         trace.end = ENDS["done"]
         if reward is not None:
@@ -239,12 +243,13 @@ class EpisodeSampler(Sampler):
     ) -> tuple[Part, PastTurn, Decoded]:
         """Sample the policy's turn after a context [N]; returns (part of the episode, turn, decoded completion).
 
-        number: number of the request, from 0. max_tokens: the agent's limit of the turn. tools: JSON; None for the
-        environment's tools. stop: stop strings. Raises LimitReached, and EnvironmentFailed for another first token.
+        number: number of the turn, from 0. max_tokens: the agent's limit of the turn. tools: JSON; None for the
+        environment's tools. stop: stop strings. Raises LimitReached if a limit of tokens ends the episode, and
+        EnvironmentFailed if context and prompt begin with different tokens.
         """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
-            raise LimitReached(f"a context of {len(context)} tokens fills environment.episode_tokens")
+            raise LimitReached(f"a context of {len(context)} tokens leaves no room in environment.episode_tokens")
         if not trace.begins(context):
             raise EnvironmentFailed(
                 "prompts.chat_template: a conversation begins with another token than the episode's prompt",
@@ -266,7 +271,7 @@ class EpisodeSampler(Sampler):
         return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
-        """The sampling settings of the next turn, before the limits of the episode's tokens are applied."""
+        """The sampling settings of the next turn; `_ask` also applies the episode's limits of tokens."""
         settings = self._settings
         if settings.thinking_tokens is not None:
             thinking_left = max(1, settings.thinking_tokens - trace.thinking)
@@ -291,7 +296,8 @@ class EpisodeSampler(Sampler):
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        # A policy must not escape the negative rewards so far by breaking off the episode.
+        # Unless the environment ended the episode, the score is at most the sum of all rewards: a policy must not
+        # escape negative rewards by breaking off the episode.
         if trace.end.by != "environment":
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(
@@ -313,8 +319,8 @@ async def sampling(
 ) -> AsyncIterator[Callable[[Recipe], Sampler]]:
     """A block with a function that makes the sampler of a recipe; all samplers share decoders and environments.
 
-    The processes run until the block ends. Each recipe may differ from `recipe` only in token budgets. Raises as
-    `DecoderPool`, `EnvironmentPool` and `turn_settings`.
+    The processes of decoders and environments run until the block ends. The function's argument may differ from
+    `recipe` only in token budgets. Raises as `DecoderPool`, `EnvironmentPool` and `turn_settings`.
     """
     async with contextlib.AsyncExitStack() as resources:
         pools: dict[EnvironmentSection, EnvironmentPool] = {}

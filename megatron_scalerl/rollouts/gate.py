@@ -4,10 +4,11 @@ The life of a group in the gate: `start` (in flight), `finish` (ready), `take` (
 the gate). A group in flight can also leave by `drop`, for good, or by `abandon`, after which the group may start
 again.
 
-Versions count optimizer steps: training on a batch turns policy version v into v + 1. A group whose oldest first
-token came from version u has the deadline u + k: the group must be trained on at a version <= u + k. No group is
-dropped for age, because dropping would favor short completions. Two rules maintain the bound (the bound, k = 8, is
-from Khatri et al. 2025, section 2; the rules are ours):
+Versions count optimizer steps: training on a batch of G groups turns policy version v into v + 1. The deadline of a
+group is u + k: the group must be trained on at a version <= u + k. Here u is the oldest version that sampled the
+first token of a completion in the group, and k is `max_staleness_steps`. No group is dropped for age, because
+dropping would favor short completions. Two rules maintain the bound (the bound, k = 8, is from Khatri et al. 2025,
+section 2; the rules are ours):
 
 * admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
   in a batch that was taken and is not done (until the batch's new version is served, new groups start at the old
@@ -170,15 +171,16 @@ class StalenessGate:
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """Count a scored group as ready; the version of the group's oldest first token decides the deadline."""
+        """Count a scored group as ready. first_token_version: oldest version of a completion's first token, which
+        decides the deadline."""
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= earliest, f"group {group_id}: the first token is older than its start"
-        # The deadline is later than at the start if an update came before the first token.
+        # If a weight update came between start and first token, the deadline is later than was assumed at the start.
         self._ready[group_id] = deadline
 
     def drop(self, group_id: int) -> None:
-        """Discard a group in flight, which will not start again."""
+        """Discard a group in flight. The group does not start again, or starts later as a new group."""
         del self._in_flight[group_id]
 
     def abandon(self, group_id: int) -> None:
@@ -194,7 +196,7 @@ class StalenessGate:
         self._ready.clear()
 
     def exhaust(self) -> None:
-        """Note that no group will start any more. Does nothing in this class, since no batch waits for new groups."""
+        """Note that the prompts are exhausted. Does nothing in this class, since no batch waits for new groups."""
 
     def resume(self, batches: int) -> None:
         """Note after a restart that the run has finished `batches` batches. Does nothing in this class, whose rules
@@ -203,23 +205,23 @@ class StalenessGate:
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """Ids of the groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
 
-        policy_version: the current version, or, while a batch trains, the version that this batch makes.
+        policy_version: the current version; or, while a batch trains, the version after the batch's step.
         """
         if len(self._ready) < self.groups_per_batch:
             return None
-        # Groups with equal deadlines go by id, so that the batch does not depend on which group finished first.
+        # Equal deadlines are sorted by group id, so that the batch does not depend on which group finished first.
         order = sorted(self._ready, key=lambda group: (self._ready[group], group))
         chosen_groups = order[: self.groups_per_batch]
         remaining_groups = order[self.groups_per_batch :]
         deadlines = sorted([*self._in_flight.values(), *(self._ready[group] for group in remaining_groups)])
-        # This is the waiting rule. For j = 0 the rule says that no remaining group has a deadline now.
+        # The waiting rule of the module: at most j * G remaining groups have a deadline <= v + j, for j = 0 to k.
         for j in range(self.max_staleness_steps + 1):
             if bisect.bisect_right(deadlines, policy_version + j) > j * self.groups_per_batch:
                 return None
         return tuple(chosen_groups)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """Take the groups that `batch` returned. The batch trains now, or next if another batch still trains."""
+        """Count the groups that `batch` returned as the batch that trains now, or next if a batch still trains."""
         assert not self._next, "one batch trains and one is taken ahead: no third batch can be taken"
         for group_id in group_ids:
             del self._ready[group_id]
@@ -277,7 +279,7 @@ class PhaseGate(StalenessGate):
         incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
         if incomplete or len(self._ready) < self.groups_per_batch:
             return None
-        # Batches follow the order of admission, since in the order of ends short completions would come first.
+        # Batches follow the order of admission: in the order of finishing, short completions would come first.
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:

@@ -1,4 +1,4 @@
-"""Lists the finished groups in RUN/rollouts for people; a group's tokens are read on demand."""
+"""Lists the finished groups in RUN/rollouts for people who look at a run; reads a group's tokens only on demand."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -16,29 +16,29 @@ from megatron_scalerl.types import BlockRef
 
 @record
 class ListedGroup:
-    """A finished group of a run, without the tokens, which `read` returns."""
+    """A finished group of a run, without tokens; `read` also reads the tokens."""
 
     group_id: int
     interrupted: bool
     """True if the thinking of at least one completion was interrupted."""
     unconfirmed: bool
-    """True if the second judge does not confirm at least one correct completion."""
+    """True if at least one completion is correct for the verifier and not for the second judge."""
     read: Callable[[], dict[str, Any]]
     """Reads the group as a dict: group_id, epoch, prompt, scores, rollouts (token ids, versions, loss mask and more).
 
-    The parts of an episode follow one another. Raises ValueError for a damaged file.
+    A rollout has the parts of an episode one after another. Raises ValueError for a damaged file.
     """
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
-    """The finished groups of a run that are still stored. Raises ValueError, naming the file, for damage."""
+    """The finished groups of a run whose segments are not deleted. Raises ValueError, naming the file, for damage."""
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
         raise ValueError(f"{run_dir}: there is no folder rollouts inside; name the folder of a run")
     stored_segments = segments(folder)
     for event in read_history(Path(run_dir)).finished.values():
         if event.segment not in stored_segments:
-            # The segment was deleted (checkpoint.rollouts).
+            # The segment was deleted, as the setting checkpoint.rollouts allows.
             continue
         path = segment_path(folder, event.segment)
         group_id, header = read_header(path, event.stored)
@@ -78,7 +78,7 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
 
 
 def spans(rollout: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int, str]]:
-    """(start, end, part, policy version, origin) of each run of consecutive equal tokens in a rollout.
+    """(start, end, part, policy version, origin) for consecutive tokens of equal part, policy version and origin.
 
     rollout: from `stored_group`. Parts are numbered from 1. The origin is "forced", "environment", or empty for
     sampled tokens.

@@ -1,8 +1,9 @@
-"""Reads the journal: events, and the groups and batches that the events refer to.
+"""Reads the journal of a run: events, and the groups and batches that the events refer to.
 
-A restart, step by step: `read_history` decodes the events into compact records, with references to groups;
+A restart, step by step: `read_history` decodes the events into compact records, with references to blocks of groups;
 `check_groups` checks that the store has every group that the resume needs; `replay_draws` restores the curriculum;
-`read_batch` and `read_groups` read heads of blocks, for the batches to train again and the groups in no batch.
+`read_batch` reads the heads of blocks for each batch that the resume trains again, and `read_groups` for the finished
+groups that are in no batch.
 """
 
 from collections.abc import Container, Iterable
@@ -59,7 +60,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     """Event of the journal: a batch of these groups is about to be trained on."""
 
     batch: Count
-    """Number of the batch, from 0, over all attempts of the run; batches without a step count."""
+    """Number of the batch, from 0, over all attempts of the run; also counts batches that made no step."""
     step: Count
     """The optimizer step for which the batch was composed, from 1."""
     policy_version: int
@@ -75,7 +76,7 @@ class History:
     """Every draw and every finished group, in order."""
     batches: tuple[BatchRecord, ...]
     finished: dict[int, Finish]
-    """Group id -> last finish event of the group."""
+    """Group id -> last finish event of the group, which may have finished again after a restart."""
 
     @property
     def admitted(self) -> int:
@@ -124,7 +125,7 @@ def read_history(run_dir: Path) -> History:
     missing_groups = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
     if missing_groups:
         batch, group = missing_groups[0]
-        raise ValueError(f"{path}: batch {batch} has group {group}, and no event says that the group is finished")
+        raise ValueError(f"{path}: batch {batch} has group {group}, and the journal lacks the group's finish event")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 
@@ -139,12 +140,12 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
 
 
 def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | None:
-    """The event in a line of the journal; None for a last line that a crash cut off. Raises ValueError."""
+    """The event in a line of the journal; None for a last line that a crash cut off. Raises ValueError if invalid."""
     try:
         return EVENT_DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
-            # A crash has cut off this last line.
+            # Only a last line, cut off by a crash, has no line end.
             return None
         raise ValueError(f"{location}: the line is no valid event of a journal: {error}") from None
 
@@ -155,7 +156,7 @@ EVENT_DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json
 def replay_draws(curriculum: Curriculum, history: History) -> None:
     """Bring a new curriculum to the state at the end of the journal, by replaying draws and pass rates.
 
-    Raises RecipeError if a draw gives another prompt than in the journal.
+    Raises RecipeError if a draw gives a prompt that is not the prompt in the journal.
     """
     for event in history.events:
         if isinstance(event, Admit):
@@ -172,7 +173,7 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
 def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
     """Group id -> the finished group, without tokens: only headers of blocks are read.
 
-    Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
+    Raises ValueError, naming the segment's file and the block's first byte, for a missing or damaged group.
     """
     folder = run_dir / "rollouts"
     return {group_id: _read_group(folder, history.finished[group_id]) for group_id in group_ids}
@@ -184,9 +185,9 @@ def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[Rol
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
-    """Raises ValueError if the store lacks a group that a resume needs.
+    """Check that the store has every group that a resume needs; raises ValueError if a group is missing or damaged.
 
-    batches: number of batches that the checkpoint includes.
+    batches: number of batches that the checkpoint of the resume includes.
     """
     needed_groups = [g for record in history.batches[batches:] for g in record.group_ids]
     read_groups(run_dir, history, [*needed_groups, *history.unbatched()])

@@ -2,20 +2,21 @@
 
 `RUN/journal.jsonl` has one event per line:
 
-    {"event": "admit",  "group_id", "prompt_id", "epoch"}                  a prompt was drawn and submitted
+    {"event": "admit",  "group_id", "prompt_id", "epoch"}                  a prompt was drawn for a new group
     {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "segment", "offset", "bytes"}
-    {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    about to be trained on
+    {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    a batch is about to be trained on
 
-The life of a group here: `admit` writes the draw, `finish` queues the block, a thread appends and syncs the block,
-the finish event is written, `batch` writes the batch, and `retain` deletes the segment once no resume needs it.
+The life of a group here: `admit` writes the draw; `finish` queues the group's block, which a thread appends to the
+rollout store (`store`) and syncs, and then writes the finish event; `batch` writes the batch with the group; `retain`
+deletes the segment of the block once no resume needs the segment.
 
-The groups are blocks of the rollout store (`store`). A block is on the disk before the finish event is written, and a
-batch event before the optimizer step begins. Replaying events in order (`history`) restores the curriculum exactly,
+A block is on the disk before the finish event is written, and a batch event is on the disk before the optimizer step
+begins. Replaying events in order (`history`) restores the curriculum exactly,
 and the batches after a checkpoint can be trained again with the same rollouts in the same order. Only the owner can
 read these files.
 
-Blocks and syncs are written in threads of the event loop's default executor, so the loop never waits for the disk;
-the loop appends the small events.
+Threads of the event loop's default executor write blocks and sync files, so that the loop never waits for the disk.
+The loop itself appends the events, which are small.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class Position:
 
 @record
 class _Waiting:
-    """A finished group whose block is not on the disk yet; `done` gets the place of the block."""
+    """A finished group whose block is not on the disk yet. `done` gets the block's place in the store."""
 
     group_id: int
     header: GroupHeader
@@ -54,11 +55,11 @@ class _Waiting:
 
 
 class Journal:
-    """Appends events of the rollout stream and the controller; `history` reads them at a restart.
+    """Appends events of the rollout stream and the controller; `history` reads the events at a restart.
 
-    Queue `_waiting`: finished groups whose block is not written yet. `finish` fills the queue with one entry per
-    group, so the gate's (k + 1) * groups_per_batch outstanding groups bound the queue. `_write_waiting` takes all
-    entries and syncs once. `close` closes the queue.
+    Queue `_waiting`: finished groups whose block is not written yet. `finish` adds one entry per group, so the queue
+    is bounded by the number of outstanding groups, (k + 1) * groups_per_batch (`gate`). `_write_waiting` takes all
+    entries and syncs once. `close` empties the queue.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Journal:
     ):
         """history: the events in the journal so far; None: read here. policy: the recipe's `checkpoint.rollouts`.
 
-        Raises OSError, and ValueError as `read_history`.
+        Raises OSError if a file cannot be opened, and ValueError as `read_history`.
         """
         self.run_dir = run_dir
         self._folder = self.run_dir / "rollouts"
@@ -93,7 +94,7 @@ class Journal:
         """Write a finished, scored group to the store; returns the group with the place of the block on the disk.
 
         completions: the group's completions, or the parts of forked episodes, in the format of `rollout_bytes.write`.
-        Nothing is awaited after the finish event is written. Raises OSError naming the file.
+        Returns without a further await once the finish event is written. Raises OSError naming the file.
         """
         header = GroupHeader(
             prompt=group.prompt,
@@ -108,7 +109,7 @@ class Journal:
         self._waiting.append(
             _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
         )
-        # One task runs at a time: groups that come while the task waits for the disk share the next sync.
+        # At most one task writes: groups that come while the task waits for the disk share the next sync.
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
         stored = await done
@@ -139,7 +140,7 @@ class Journal:
         # The size is taken before the syncs: the position excludes events that are appended meanwhile.
         size = self._events.size
         await self._in_thread(self._events.sync)
-        # This sync detects a removed segment.
+        # `sync` also raises an OSError if somebody has removed the newest segment.
         await self._in_thread(self._store.sync)
         return Position(journal_bytes=size)
 
@@ -150,14 +151,14 @@ class Journal:
         """
         expired = self._retention.take_expired(batches, self._on_disk)
         if self._retention.policy != "keep":
-            # The next block begins a new segment, so that the groups up to this checkpoint are soon in whole
-            # segments.
+            # The next block begins a new segment: a segment with groups from before and after this checkpoint could
+            # be deleted only much later.
             self._store.complete_segment()
         if expired:
             await self._in_thread(partial(remove, self._folder, expired))
 
     async def close(self) -> None:
-        """Wait for the blocks that are being written, then close all files. Groups that still wait are dropped."""
+        """Wait for blocks that are being written, then close all files. Drops groups whose write has not begun."""
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
@@ -169,7 +170,7 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write waiting groups until no group waits. Groups that wait together share a sync, since a sync is slow."""
+        """Write the groups in the queue until the queue is empty. Groups in the queue together share a slow sync."""
         while self._waiting:
             groups = self._waiting
             self._waiting = []
@@ -179,7 +180,7 @@ class Journal:
                 for waiting in groups:
                     if not waiting.done.done():
                         waiting.done.set_exception(failure)
-                # A full disk may recover, so the task goes on with later groups after an OSError.
+                # After an OSError the task goes on with later groups, since a full disk may get room again.
                 if not isinstance(failure, OSError):
                     raise
                 continue

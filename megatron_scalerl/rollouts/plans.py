@@ -1,4 +1,4 @@
-"""Plans the requests to engines: seeds, interruption points, token budgets, and how the answer is found."""
+"""Makes the settings of requests to engines (seeds, interruption points, token budgets), and answer formats."""
 
 import hashlib
 from typing import Any
@@ -15,15 +15,15 @@ from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 VALIDATION_PRIORITY = 0
 TRAINING_PRIORITY = 1
-"""Priorities of requests; the engine serves lower numbers first.
+"""Priorities of requests of validation and training; the engine serves lower numbers first.
 
-Validation comes first, because the next weight update may wait for a validation.
+Validation comes first, because the next weight update may wait for the end of a validation.
 """
 
 
 @record
 class Draw:
-    """The random choices of one completion, which depend only on run seed, group id and index in the group."""
+    """The random choices of one completion; equal seed of the run, group id and index give equal choices."""
 
     seed: int
     """Sampling seed, below 2**31."""
@@ -32,7 +32,7 @@ class Draw:
 
 
 def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(token ids of the forced phrase with the closing tag, token ids of the tag).
+    """(token ids of the forced phrase with the closing think tag, token ids of the tag alone).
 
     Both are empty for a policy without think tags. Raises ValueError if phrase or tag change in an encode-decode
     round trip, or contain a token that ends a sequence.
@@ -85,7 +85,8 @@ class Plans:
     """Makes the requests to engines, and the rule by which answers are found in completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
-        """Raises ValueError if think tag or phrase change in an encode-decode round trip, or end a sequence."""
+        """Raises ValueError if encoding and decoding change the think tag or the phrase, or if a token of the phrase
+        ends a sequence."""
         self._recipe = recipe
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
         self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
@@ -108,7 +109,7 @@ class Plans:
         """The random choices of turn `number` (from 0) of an episode; turn 0 has the choices of the episode."""
         if number == 0:
             return draw
-        # The index -1 belongs to no completion, so no turn shares the choices of a completion.
+        # No completion has the index -1, so that no turn gets the choices of a completion.
         return self.draw(draw.seed, number, -1)
 
     def plan(self, cut: int) -> Plan:
@@ -127,7 +128,7 @@ class Plans:
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        """The sampling settings of the request for one completion. Validation always sends a seed."""
+        """The sampling settings of the request for one completion. The engine always gets a seed for validation."""
         section = self._recipe.rollouts
         plan = None
         max_tokens = self._recipe.max_completion_tokens
@@ -146,8 +147,8 @@ class Plans:
 
     def answer_format(self) -> AnswerFormat:
         """The rule by which the answer is found in a completion."""
-        # The closing tag may be a special token, but stays in the text: the tag is cut off as text.
+        # The closing tag may be a special token, but is not hidden: `AnswerFormat` searches the text for the tag.
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
-        # Any cut is right here: all plans of the run have the same closing tag.
+        # The cut 1 stands for any cut, since only the closing tag is used, which is the same in all plans of a run.
         plan = self.plan(1) if self._think_end_ids else None
         return AnswerFormat(plan=plan, think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

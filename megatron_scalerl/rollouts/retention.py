@@ -1,7 +1,8 @@
 """Decides which segments of the rollout store are deleted once a checkpoint is committed (`checkpoint.rollouts`).
 
 A resume needs a segment if a group in the segment is in no batch yet, or in a batch that the oldest kept checkpoint
-does not include. The policy `resume` deletes all older segments that no resume needs; `keep` deletes no segment.
+does not include. With `resume` all segments that no resume needs are deleted, except the newest segment, which still
+grows. With `keep` no segment is deleted.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ Policy = Literal["keep", "resume"]
 
 
 class Retention:
-    """Knows for each segment which groups a resume may still need. Used by the event loop only."""
+    """Records for each segment which groups a resume may still need. Only the event loop's thread calls methods."""
 
     def __init__(self, policy: Policy, folder: Path, history: History):
         """policy: `checkpoint.rollouts`. folder: RUN/rollouts. history: events of earlier attempts."""
@@ -44,14 +45,14 @@ class Retention:
         """Note that the groups of `record` are in a batch."""
         for group_id in record.group_ids:
             segment = self._unbatched.pop(group_id, None)
-            # Batches come in order, so this batch is so far the last with a group of the segment.
+            # Batches are recorded in order, so that this batch is the last so far with a group of the segment.
             if segment is not None:
                 self._last_batches[segment] = record.batch
 
     def take_expired(self, batches: int, newest: int) -> list[int]:
-        """Segments that may be deleted: before `newest`, and not needed by a resume after `batches` batches.
+        """Numbers of the segments to delete: older than `newest`, and not needed by a resume after `batches` batches.
 
-        The returned segments are forgotten.
+        The caller deletes the segments, which are no longer recorded here.
         """
         if self.policy == "keep":
             return []
@@ -65,7 +66,7 @@ class Retention:
 
 
 def remove(folder: Path, expired_segments: Iterable[int]) -> None:
-    """Delete the files of these segments. Runs in a thread. Raises OSError."""
+    """Delete the files of these segments. Runs in a thread. Raises OSError if a file cannot be deleted."""
     for segment in expired_segments:
         segment_path(folder, segment).unlink(missing_ok=True)
         sync(folder)

@@ -14,7 +14,7 @@ class RunTokenizer(Protocol):
     """The part of a tokenizer's interface that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
-        """The text of these token ids; settings as for a Hugging Face tokenizer."""
+        """The text of these token ids. settings: as for the method `decode` of a Hugging Face tokenizer."""
         ...
 
 
@@ -49,7 +49,7 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
         fast = _FastTokenizer(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
             return fast
-    # This module imports transformers, which takes seconds, so the import waits until the folder is found.
+    # `prompts.tokenizer` imports transformers, which takes seconds, so the import comes after the folder is found.
     from megatron_scalerl.prompts import tokenizer
 
     return cast(RunTokenizer, tokenizer.load_tokenizer(path))

@@ -1,6 +1,6 @@
 """Makes scored completions: an engine generates, a decoder process decodes, and the verifier scores.
 
-Training rollouts and validations share the sampler, so that both differ only in seeds and priority.
+Training and validation use the same sampler, so that completions of both differ only in seeds and priority.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ class ScoredCompletion:
     """A completion with a score. Produced by `Sampler.complete`."""
 
     prompt: Prompt
-    """The prompt, with the token ids that the engine got."""
+    """The prompt, with the token ids from which the engine generated."""
     completion: Completion
     parts: tuple[bytes, ...]
     """The single sample, or the parts of a forked episode, in the format of `batching.rollout_bytes.write`."""
     score: Score
     unconfirmed_text: str = ""
-    """The answer, if the verifier calls it correct and the second judge does not confirm the verdict; else empty."""
+    """The answer, if the verifier accepts and the second judge (`validation.audit`) does not confirm; else empty."""
 
 
 class Sampler:
@@ -49,9 +49,9 @@ class Sampler:
     ) -> ScoredCompletion:
         """A new, scored completion of a prompt. max_tokens: a limit below the run's budget.
 
-        An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy, and EngineError if the engine has to be evicted. Raises RuntimeError,
-        which ends the run, if a pool of decoders or verifiers has no processes.
+        Raises CompletionLost for a completion that is unusable through no fault of the policy, and EngineError if the
+        caller has to evict the engine. Raises RuntimeError, which ends the run, if the pool of decoders or verifiers
+        has ended.
         """
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
@@ -94,5 +94,5 @@ class TaskSamplers(Sampler):
 
 
 def unconfirmed_text(score: Score, text: str | None) -> str:
-    """The text if the second judge does not confirm the verifier's verdict that the answer is correct; else empty."""
+    """The text of an answer that the verifier accepts and the second judge does not confirm; else empty."""
     return text or "" if score.confirmed is False else ""

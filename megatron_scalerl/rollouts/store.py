@@ -1,20 +1,21 @@
-"""The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
+"""The run's rollout store: finished groups in the files RUN/rollouts/segment-NNNNN.bin.
 
-One writer appends to the newest segment and begins a new segment at `SEGMENT_BYTES`; one file is open for writing. A
-reader follows the block's reference (`types.BlockRef`) in the journal and reads the whole block, the head, or one
-completion. No other bytes are read, and every checksum is verified.
+One writer appends to the newest segment, and begins a new segment at `SEGMENT_BYTES`. A reader takes the place of a
+group's block (`types.BlockRef`) from the journal and reads the whole block, the head, or single completions. A reader
+verifies the checksum of everything read.
 
-The life of a segment: `_begin_segment`, then `append` and `sync` by turns, and no more bytes once the next segment
-begins, by a restart as well; from then on retention may delete the segment. A crash may leave a torn block at the
-end, which no event of the journal names. Only the owner can read these files.
+The life of a segment: `_begin_segment`, then `append` and `sync` by turns. The next segment begins when this segment
+is full, after a restart, or by `complete_segment`; then this segment gets no more bytes, and `retention` may delete
+the segment. A crash may leave an incomplete block at the end, which no event of the journal names. Only the owner can
+read a segment's file.
 
 A segment has a checksummed block for each finished group. Little-endian, without padding:
 
-    segment       blocks, one after another; in older runs MSRLSEGM and 8 bytes before the first block
+    segment       blocks, one after another; in runs of older versions MSRLSEGM and 8 bytes before the first block
     block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, N u32
                   table [N] (bytes of the completion u64, CRC-32 of the completion u32)
                   header (JSON, `GroupHeader`)
-                  completions [N] in the format of `batching.rollout_bytes`; of a forked episode all parts
+                  completions [N] in the format of `batching.rollout_bytes`; each part of an episode counts as one
 
 The block's checksum is the CRC-32 of the bytes from the checksum to the first completion. So the header and each
 completion of a block can be read and verified alone.
@@ -43,7 +44,7 @@ SEGMENT_BYTES = 512 << 20
 """Size at which a segment is complete and the next block begins a new segment (bytes)."""
 _SEGMENT = re.compile(r"segment-(\d+)\.bin")
 _FIRST_READ = 1 << 14
-"""Number of bytes that are read first to get a block's head, since most heads are shorter."""
+"""Number of bytes that are read first for a block's head. Most heads are not longer."""
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"GRUP"
 _FIXED = struct.Struct("<4sIQqII")
@@ -54,7 +55,7 @@ _ENTRY = struct.Struct("<QI")
 
 @record
 class GroupHeader:
-    """The facts about a finished group that are stored as JSON; fields as in `types.RolloutGroup`."""
+    """The facts about a finished group that are stored as JSON; `types.RolloutGroup` explains the fields."""
 
     prompt: Prompt
     epoch: int
@@ -96,20 +97,20 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 
 
 def head_bytes(data: bytes) -> int:
-    """Size of a block's head (bytes), computed from the fixed first part of the block. Raises ValueError."""
+    """Size of a block's head (bytes), from the block's first `_FIXED.size` bytes. Raises ValueError if invalid."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"the file ends after {len(data)} more bytes, and a block has at least {_FIXED.size}")
+        raise ValueError(f"the file ends after {len(data)} bytes of the block; a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"the bytes {magic!r} begin no block of a group")
     head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
-        raise ValueError(f"the block has {size} bytes, fewer than the {head} bytes of the head")
+        raise ValueError(f"the block is damaged: the whole has {size} bytes, the head alone {head} bytes")
     return head
 
 
 def read_head(data: bytes) -> BlockHead:
-    """The head of the block at the start of `data`, which has at least `head_bytes` bytes. Raises ValueError."""
+    """The head of the block at the start of `data`. Raises ValueError for an incomplete or damaged head."""
     end = head_bytes(data)
     if len(data) < end:
         raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are in the file")
@@ -121,7 +122,7 @@ def read_head(data: bytes) -> BlockHead:
     offsets = [*accumulate(sizes, initial=end)]
     completions_end = offsets.pop()
     if completions_end != size:
-        raise ValueError(f"the completions end at byte {completions_end} of the block, which has {size} bytes")
+        raise ValueError(f"the completions end at byte {completions_end}, but the whole block has {size} bytes")
     return BlockHead(
         nbytes=size,
         group_id=group_id,
@@ -150,7 +151,7 @@ class StoredGroup:
 
 
 def positions_of(completions: Iterable[Completion]) -> tuple[int, ...]:
-    """[C] position in the block of the first sample of each completion, which may have several samples."""
+    """[C] for each completion of a group, the position in the block of the completion's first sample."""
     return (0, *accumulate(len(completion.samples) for completion in completions))[:-1]
 
 
@@ -176,7 +177,7 @@ class StoreWriter:
         self._complete = False
         self._failure: OSError | None = None
         self._lock = threading.RLock()
-        # The number of a removed segment is not used again.
+        # The journal may name a segment that was deleted, whose number is not used again.
         self.segment = max(*segments(folder), last_segment, -1)
         """Number of the newest segment; -1 in a store without a segment."""
         self._end = 0
@@ -204,7 +205,7 @@ class StoreWriter:
             return stored
 
     def sync(self) -> None:
-        """Return once every appended block is on the disk. After an OSError, later calls raise the same error."""
+        """Return once every appended block is on the disk. A failed call's OSError is raised by all later calls."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -216,7 +217,7 @@ class StoreWriter:
                     os.fsync(self._fd)
                 check_in_place(path, self._fd, self._end)
             except OSError as error:
-                # The system may have dropped unwritten bytes, so no later sync proves that the bytes are on the disk.
+                # After a failed sync the system may have dropped bytes, so no later sync proves anything about them.
                 self._failure = error
                 raise
 
@@ -237,7 +238,7 @@ class StoreWriter:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
-            # Without this sync, a power loss may remove the new file's name.
+            # Without a sync of the folder, a power loss may remove the new file's name.
             sync(self.folder)
         except OSError:
             os.close(handle)
@@ -284,7 +285,7 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
     """The bytes of the completions at these positions in the block; no other completion is read.
 
-    Raises as `read_block`, and IndexError.
+    Raises as `read_block`, and IndexError for a position that the block does not have.
     """
     with _placing(path, stored.offset):
         head = _head_at(path, stored)
@@ -300,7 +301,7 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
 
 def _head_at(path: Path, stored: BlockRef) -> BlockHead:
     bytes_left = path.stat().st_size - stored.offset
-    # Without this check the head would be read, and the loss noticed only when completions are sent.
+    # The head may be complete in a file that lost completions: without this check the loss would be noticed late.
     if bytes_left < stored.nbytes:
         raise ValueError(f"the file is too short: {max(0, bytes_left)} of {stored.nbytes} bytes are left")
     data = _pread(path, stored.offset, min(_FIRST_READ, stored.nbytes))
@@ -317,7 +318,7 @@ def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
 
 
 def stored_header(head: BlockHead) -> GroupHeader:
-    """Decode the group header in a block's head. Raises ValueError."""
+    """Decode the group header in a block's head. Raises ValueError if the header is invalid."""
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -337,7 +338,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
     Raises ValueError if the file is too short, and an OSError that names the file.
     """
     bytes_left = path.stat().st_size - offset
-    # The size is checked before the read, because a damaged size would allocate too much memory.
+    # The size is checked before the read, because reading a damaged, huge size would allocate too much memory.
     if offset < 0 or not 0 <= size <= bytes_left:
         raise ValueError(f"the file is too short: {max(0, bytes_left)} of {size} bytes are left")
     with naming(path), path.open("rb") as file:
@@ -347,7 +348,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """Context that adds path and offset to each ValueError, and turns a missing file into a ValueError."""
+    """Context that adds path and offset to a ValueError, and raises a ValueError for a missing file."""
     try:
         yield
     except FileNotFoundError:

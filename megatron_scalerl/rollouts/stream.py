@@ -1,4 +1,4 @@
-"""PipelineRL-k: completions are generated continuously while the weights change; batches leave by deadline.
+"""PipelineRL-k: completions are generated continuously while the weights change; batches leave in order of deadlines.
 
     curriculum --draw--> admission --group task--> engines --> verifier --> journal --> ready --> batch
                             ^ gate: outstanding <= (k + 1) * G              gate: earliest deadline first
@@ -7,10 +7,12 @@ The life of a group:
 
     _draw        a prompt of the curriculum, written to the journal; or a group that is issued again
     _submit      to the free engine with the fewest completions, as soon as the gate admits the group
-    _group       all completions are generated and scored on one engine, whose prefix cache they share
+    _group       one engine generates all completions of the group, with one prefix cache; the verifier scores them
     _finish      the group is on the disk, then in the gate, and ready
     _take        the group leaves in the batch that the gate releases: the earliest deadlines first
     trained      the batch is done, and the gate admits new groups
+
+G is rollouts.groups_per_batch, and k bounds the age of a token in optimizer steps (`gate`).
 
 Four loops share one condition variable, `_changed`, which is notified of every change of state: a finished group, a
 finished batch, freed engine slots, an engine that joins or leaves, a failure.
@@ -37,9 +39,10 @@ a group with finished completions keeps the deadline and stays in the gate.
 
 With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the end of
 the previous round. After a restart the interrupted round is generated again as a whole, finished groups included,
-since finished and unfinished groups shared batches of the engines. The new groups are trained on.
+since finished and unfinished groups shared batches of the engines. Only the new groups are trained on.
 
-The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
+Any failure of a task other than an eviction or a lost completion ends the stream: `next_batch` raises the first
+failure. `close` cancels all tasks.
 
 Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`. The schedule
 ppo_off_policy has the same loops behind another gate (`gate.PhaseGate`).
@@ -75,33 +78,33 @@ logger = logging.getLogger(__name__)
 MOST_PAUSE_S = 600.0
 """Longest pause of a group after all of the group's completions were lost (s)."""
 PAUSE_S = 10.0
-"""Pause of a group after the second time that all completions were lost (s).
+"""Pause of a group after all of the group's completions were lost for the third time (s).
 
-The pause then about doubles with each further time, up to MOST_PAUSE_S.
+Each further loss of all completions about doubles the pause, up to MOST_PAUSE_S.
 """
 MOST_UNUSABLE = 1000
 """Number of prompts drawn in a row that cannot be learned from, after which the run ends."""
 
 
 Results = dict[int, ScoredCompletion | CompletionLost]
-"""Index in the group -> the completion, or the reason of the loss."""
+"""Index of a completion in a group -> the scored completion, or the error that says why the completion was lost."""
 
 
 @record
 class Admission:
-    """A group that is about to be sent to an engine: new, or sent again after an eviction or a restart."""
+    """A group that is to be sent to an engine: a new group, or a group with completions to generate again."""
 
     group_id: int
     prompt: Prompt
     epoch: int
     kept: Results = field(default_factory=dict)
-    """Completions that finished, or were lost, before an engine with the group was evicted."""
+    """Results of the completions that ended before the group's engine was evicted."""
     redraws: int = 0
-    """Number of times that all completions of the group were lost; each time all random choices change."""
+    """Number of times that all completions of the group were lost, and drawn again with new random choices."""
 
     @property
     def counted(self) -> bool:
-        """True if the gate already counts the group, since a finished completion fixes the group's deadline."""
+        """True if the gate still counts the group: a finished completion in `kept` fixes the group's deadline."""
         return any(isinstance(result, ScoredCompletion) for result in self.kept.values())
 
 
@@ -121,8 +124,9 @@ class RolloutStream:
         rounds: Rounds | None = None,
         problems: dict[str, str | None] | None = None,
     ):
-        """count_tokens: called with the number of generated tokens of each finished completion. rounds: only for
-        rollouts.deterministic. problems: `PromptSet.problems`, to which the stream adds."""
+        """count_tokens: called with the number of generated tokens of each finished completion. rounds: starts groups
+        in rounds, for rollouts.deterministic; None: groups start singly. problems: `PromptSet.problems`, to which the
+        stream adds the reasons why prompts cannot be learned from."""
         self.reissued_groups = 0
         """Number of groups that were sent to an engine again after an eviction."""
         self.policy_version = 0
@@ -174,7 +178,8 @@ class RolloutStream:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
         admissions = list(unfinished)
-        # A round without a full batch was interrupted: its finished groups shared batches with unfinished groups.
+        # If the ready groups fill no batch, the restart interrupted a round: the engines computed the finished groups
+        # together with unfinished groups, so both are generated again.
         if self._rounds is not None and self._gate.batch(self.policy_version) is None:
             admissions += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch) for g in ready]
             self._ready.clear()
@@ -182,7 +187,7 @@ class RolloutStream:
         self._reissue = sorted(admissions, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
-        """Note that a batch is done. Every engine now serves `policy_version`, which is unchanged without a step."""
+        """Note that a batch is done. Every engine now serves `policy_version`, a new version if a step was made."""
         async with self._changed:
             self.policy_version = policy_version
             self._gate.trained()
@@ -191,7 +196,7 @@ class RolloutStream:
     async def next_batch(self) -> list[RolloutGroup] | None:
         """The next groups to train on at the current policy version, earliest deadline first; waits for the groups.
 
-        None if the curriculum is exhausted and no full batch is left. Raises the failure that ended the stream.
+        None if the curriculum is exhausted and no full batch is left. Raises the first failure of a task, if any.
         """
         async with self._changed:
             while True:
@@ -200,7 +205,7 @@ class RolloutStream:
                 batch = self._take(self.policy_version)
                 if batch is not None:
                     return batch
-                # No further group can become ready. Groups that do not fill a batch are left over.
+                # When no prompt and no group is left, the ready groups do not fill a batch and stay unused.
                 groups_to_come = self._gate.in_flight or self._reissue or self._put_off
                 if self.exhausted and not groups_to_come:
                     return None
@@ -212,7 +217,7 @@ class RolloutStream:
         If no batch comes or the stream has failed, the call waits until cancelled. A cancelled call takes no group.
         """
         async with self._changed:
-            # The method `next_batch`, which is called after the step in progress, raises the failure.
+            # A failure is not raised here: the controller calls `next_batch` after the step in progress.
             while (batch := self._take(self.policy_version + 1)) is None:
                 await self._changed.wait()
             return batch
@@ -254,7 +259,7 @@ class RolloutStream:
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
-            # A group's completions run in a TaskGroup, which has failed here.
+            # The TaskGroup of a group's completions wraps the failure of a completion.
             if isinstance(failure, BaseExceptionGroup):
                 failure = failure.exceptions[0]
             async with self._changed:
@@ -262,7 +267,7 @@ class RolloutStream:
                 self._changed.notify_all()
 
     async def _follow_engines(self) -> None:
-        """Wake all waiting loops whenever an engine changes state."""
+        """Notify `_changed`, for which all loops wait, whenever an engine changes state."""
         epoch = self._engines.epoch
         while True:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
@@ -296,8 +301,9 @@ class RolloutStream:
     async def _admit_in_rounds(self) -> None:
         """Start groups in rounds, for rollouts.deterministic: a round's groups reach the paused engines together.
 
-        Consumes: as `_admit`. Waits for: the gate, all engines that are not given up, and the groups of the last
-        round. Unblocked by: a batch that is done, an engine that joins, group tasks that end.
+        Consumes groups as `_admit` does. Waits until the gate admits a group, all engines that are not given up
+        serve, and the groups of the last round have ended. Unblocked by: a batch that is done, an engine that joins,
+        group tasks that end.
         """
         assert self._rounds is not None
         while True:
@@ -307,13 +313,14 @@ class RolloutStream:
             async with self._changed:
                 admissions = self._draw_round(self._groups_per_engine * next_round.size)
                 self._changed.notify_all()
-            # The engines are paused, and have to be resumed although no request is sent.
+            # `begin` has paused the engines, so `go` has to resume the engines even if no request is sent.
             if not admissions:
                 return await next_round.go([])
             groups = []
             requests = []
             for rank, admission in enumerate(admissions):
-                # Engine and priority depend on the rank alone, so that the engines form the same batches each time.
+                # Engine and priority depend only on the group's rank in the round, so that the engines form the same
+                # batches in every run.
                 engine = next_round.engine(rank)
                 first = TRAINING_PRIORITY + rank * self._group_size
                 groups.append(self._submit(engine, admission, first))
@@ -332,7 +339,7 @@ class RolloutStream:
         return admissions
 
     def _may_start(self) -> bool:
-        # A counted group is outstanding already, so issuing the group again brings the gate no nearer to the bound.
+        # The gate already counts such a group as outstanding, so sending the group again needs no room in the gate.
         return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
@@ -341,8 +348,8 @@ class RolloutStream:
         None if the curriculum is exhausted. Raises RuntimeError after MOST_UNUSABLE unusable prompts in a row.
         """
         for _ in range(MOST_UNUSABLE):
-            # The journal also has the draws of unusable prompts, so the order does not depend on the time of
-            # discovery.
+            # `_next` also journals draws of unusable prompts, so that a replay draws in the same order, whenever a
+            # prompt was found to be unusable.
             admission = self._next()
             if admission is None:
                 return None
@@ -350,7 +357,7 @@ class RolloutStream:
                 if not admission.counted:
                     self._gate.start(admission.group_id, self.policy_version)
                 return admission
-        raise RuntimeError(f"none of the last {MOST_UNUSABLE} drawn prompts can be learned from")
+        raise RuntimeError(f"none of the last {MOST_UNUSABLE} drawn prompts can be learned from; check the answers")
 
     def _next(self) -> Admission | None:
         """The next group: a group to generate again, or a new group. None if the curriculum is exhausted."""
@@ -392,14 +399,14 @@ class RolloutStream:
             await self._finish(admission, completions, lost)
             return
         if not completions:
-            # A group with only lost completions keeps no result, because no result fixes a deadline.
+            # Without a finished completion the group starts anew, with a new deadline and without the lost results.
             results = {}
         await self._reissue_group(admission, results, evicted=evicted)
 
     async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
-        """Index -> result of each completion of a group, kept or new; arguments as for `_group`.
+        """Index -> result of each completion of a group, kept or generated now; arguments as for `_group`.
 
-        Completions that an eviction has left unfinished are missing.
+        The result lacks completions that were unfinished when the engine was evicted.
         """
         first_draw = admission.redraws * self._group_size
         tasks_by_index = {}
@@ -451,8 +458,8 @@ class RolloutStream:
         if self._algorithm.columns:
             samples = await with_columns(self._algorithm, group, samples, self._score)
         group = await self._journal.finish(group, samples)
-        # Nothing is awaited after the event is written, so that a replay of the journal observes pass rates in the
-        # same order.
+        # Nothing is awaited between the finish event in the journal and this call, so that a replay of the journal
+        # gives the curriculum the pass rates in the same order.
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group.group_id, group.first_token_version)
@@ -460,9 +467,9 @@ class RolloutStream:
             self._changed.notify_all()
 
     async def _problem_of(self, prompt: Prompt, *, retry: bool) -> str:
-        """The reason why a prompt cannot be learned from, else empty. A prompt that was never tried is tried now.
+        """The reason why a prompt cannot be learned from, else empty. The verifier tries a prompt that has no result.
 
-        retry: try the prompt again, since all completions of a group were lost.
+        retry: the verifier tries a usable prompt again, since all completions of a group were lost.
         """
         known_problem = self._problems.get(prompt.prompt_id, "")
         if known_problem or (known_problem == "" and not retry):
@@ -470,7 +477,7 @@ class RolloutStream:
         try:
             problem = await self._sampler.problem_of(prompt)
         except CompletionLost as lost:
-            # The verifier lost the completion. The prompt is tried again at the next draw.
+            # The verifier could not try the prompt. A prompt without a result is tried again at the next draw.
             return str(lost) if known_problem is None else ""
         self._problems[prompt.prompt_id] = problem
         return problem
@@ -480,8 +487,7 @@ class RolloutStream:
 
         After an eviction the completions get the same random choices; engine.max_restarts limits the evictions. If
         all completions were lost, the completions get new random choices, since the same choices might be lost for
-        ever. From the second such loss on, the group pauses first, since the prompt may be at fault or an outage may
-        pass.
+        ever. From the third such loss on, the group pauses first: the prompt may be at fault, or an outage may pass.
         """
         redraws = admission.redraws
         pause_s = 0.0
@@ -491,7 +497,7 @@ class RolloutStream:
         reissued = replace(admission, kept=results, redraws=redraws)
         if pause_s:
             async with self._changed:
-                # Another group may start instead.
+                # The gate drops the paused group, so that another group may start instead.
                 self._gate.drop(admission.group_id)
                 self._put_off += 1
                 self._changed.notify_all()
@@ -504,7 +510,7 @@ class RolloutStream:
             elif not reissued.counted:
                 self._gate.abandon(admission.group_id)
             self._reissue.append(reissued)
-            # The admission has ended if the curriculum was exhausted, so the group needs a new admission task.
+            # The admission task has ended if the curriculum was exhausted; a new task has to send this group.
             if self._admission is not None and self._admission.done():
                 self._start_admission()
             self._changed.notify_all()
@@ -512,7 +518,7 @@ class RolloutStream:
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, label: str
     ) -> ScoredCompletion | CompletionLost | EngineError:
-        """A scored completion, or an exception as value if the completion was lost or the engine evicted."""
+        """Generate a scored completion; returns an exception if the completion was lost or the engine evicted."""
         result: ScoredCompletion | CompletionLost | EngineError
         served_version = self.policy_version
         try:
@@ -525,7 +531,7 @@ class RolloutStream:
                     f"{engine.name}: a token of a completion has policy version {completion.last_version}, but no "
                     f"version after {newest_version} has been sent to engines"
                 )
-            # The gate relies on the fact that no token is older than the version served at the request.
+            # The gate's staleness bound holds only if no token is older than the version served at the request.
             if completion.first_version < served_version:
                 raise EngineError(
                     f"{engine.name}: a token of a completion has policy version {completion.first_version}, but the "

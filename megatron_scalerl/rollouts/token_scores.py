@@ -21,7 +21,7 @@ class CompletionScores:
 
     group_id: int
     position: int
-    """Position in the group's block of the completion, or of the episode's part."""
+    """Position of the completion, or of the episode's part, in the block of the group."""
     policy_version: int
     """Version of the policy weights with which the trainer scored the completion."""
     logprobs: list[float]
@@ -31,14 +31,16 @@ class CompletionScores:
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
-    """Write the file of a step, in place of any earlier file. Raises OSError."""
+    """Write the file of a step, in place of any earlier file. Raises OSError if the file cannot be written."""
     path = _path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     rewrite(path, map(asdict, rows))
 
 
 def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionScores]:
-    """(group id, position) -> the scores of a completion before a step; empty without a file.
+    """(group id, position) -> scores of a completion, of all completions that were scored before a step.
+
+    Empty without a file for the step.
 
     Raises ValueError, naming the file, for an invalid row.
     """

@@ -1,6 +1,6 @@
 """Parses the tool calls in an answer, in the format that the policy's chat template teaches.
 
-A call is parsed completely, or has an error: no argument is dropped or repeated, and no text in a call is ignored.
+A call whose text is not understood completely has an error: the parser drops no argument and ignores no text.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ NAME = re.compile(r"[\w.:/-]+")
 TYPES = {int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
 """Python type -> name of the type in a JSON schema."""
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's spelling of a value, which some chat templates use -> JSON's spelling."""
+"""Python's spelling of a value -> JSON's spelling. Policies of some chat templates write values as in Python."""
 
 
 Types = dict[str, dict[str, set[str]]]
@@ -30,7 +30,7 @@ class _UnreadableCall(Exception):
 
 
 def _json(text: str) -> Any:
-    """Parse JSON. Raises ValueError or RecursionError, and _UnreadableCall for a repeated key."""
+    """Parse JSON. Raises ValueError or RecursionError for invalid JSON, and _UnreadableCall for a repeated key."""
     return json.loads(text, object_pairs_hook=_table)
 
 
@@ -55,7 +55,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
-    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the allowed sets of KEY."""
+    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the sets of keys, besides name, that are allowed."""
     call = _json(text)
     if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
         raise _UnreadableCall("malformed_structure")
@@ -122,13 +122,14 @@ FORMATS: dict[str, tuple[str, str, str, Reader]] = {
         partial(_read_json_call, keys=({"parameters"}, {"arguments"})),
     ),
 }
-"""Text in a chat template -> the format: (name, token, pattern of a block of calls and of stray tags, reader).
+"""Text in a chat template -> the format of tool calls: (name, token, pattern, reader).
 
-A policy has the format if the tokenizer has the token. The pattern's groups are the text and the end of a block. The
-formats of Mistral and DeepSeek-V3 are not supported.
+A policy has the format if the chat template has the text and the tokenizer has the token. The pattern matches a block
+of calls, with the text and the end of the block as groups, and also a tag outside of a block. The formats of Mistral
+and DeepSeek-V3 are not supported.
 """
 ERRORS = {None: "unopened_block", 1: "unclosed_block", 2: ""}
-"""Number of the last group that matched in a block's pattern -> error of the block's calls."""
+"""Number of the last group that matched in a format's pattern (`re.Match.lastindex`) -> error of the match."""
 
 
 ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
@@ -138,8 +139,8 @@ ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
 def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) -> ToolParser:
     """The parser of tool calls for a policy with these tools; without tools, the parser finds no calls.
 
-    end_ids: tokens that end a completion. Raises ValueError for a chat template with another format, and for tools
-    that are no JSON schemas of functions.
+    end_ids: tokens that end a completion. Raises ValueError for a chat template with no format of `FORMATS`, and for
+    tools that are no JSON schemas of functions.
     """
     if not tools:
         return lambda token_ids: ("", ())
@@ -199,15 +200,15 @@ def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
         if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(arguments, dict)):
             raise _UnreadableCall("malformed_structure")
         nested: Any = arguments
-        # These levels are more than a Reply puts around a call.
+        # A Reply puts fewer than 32 levels around the arguments, so the depth of JSON cannot become too large later.
         for _ in range(32):
             nested = [nested]
         if msgspec.json.decode(msgspec.json.encode(nested)) != nested:
-            # The value has a number beyond JSON's range, which becomes null.
+            # JSON cannot hold all values: NaN and infinity become null.
             raise _UnreadableCall("invalid_value")
         return ToolCall(id=call_id, name=name, arguments=arguments, raw=text)
     except _UnreadableCall as problem:
         return ToolCall(raw=text, error=str(problem))
     except (ValueError, RecursionError):
-        # The JSON is beyond Python's limits, or is no Unicode.
+        # The text is no JSON, exceeds Python's limits (depth, digits), or has characters that are no Unicode.
         return ToolCall(raw=text, error="invalid_json")

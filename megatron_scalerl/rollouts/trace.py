@@ -1,9 +1,9 @@
 """Records the tokens of policy and environment in an episode, in parts; each part becomes a training sample.
 
-A context continues a part if all tokens of the part are an exact prefix of the context, and no other turn is being
-sampled in the part. Any other context begins a part, with all context tokens masked: an edited or summarized history,
-a second answer to one context, a conversation of a sub-agent. So each token that the policy sampled is in one part,
-once, after the context in which the policy sampled the token.
+A context continues a part if the part's tokens are a prefix of the context, and no turn is being sampled in the part.
+Any other context begins a new part, in which all tokens of the context are masked: an edited or summarized history, a
+second answer to one context, a conversation of a sub-agent. So each token that the policy sampled is in exactly one
+part, after the context in which the policy sampled the token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Part:
     """A part of an episode: a context that grew with turns of the policy; becomes one training sample."""
 
     context: array[int]
-    """Token ids: first tokens of the group's prompt, then all tokens so far. The type `I` makes comparison fast."""
+    """Token ids: as many ids of the group's prompt as the part begins with, then all ids so far. An array of type `I`
+    is fast to compare."""
     shared: int
     """Number of the group's prompt tokens in `context`."""
     pieces: list[RolloutArrays] = field(default_factory=list)
@@ -51,17 +52,17 @@ class Trace:
         self.text: str | None = None
         """The answer in the policy's last turn; None without an answer."""
         self.end: EpisodeEnd = ENDS["truncated"]
-        """How the episode ended; `truncated`, by a limit, unless something else sets the end."""
+        """How the episode ended: by a limit (`truncated`), unless the episode's sampler sets the end."""
         self._parts: list[Part] = []
 
     @property
     def thinking(self) -> int:
-        """Number of thinking tokens in all turns; in a turn without an end of thinking, all tokens count."""
+        """Number of thinking tokens in all turns; all tokens count of a turn in which thinking did not end."""
         return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     @property
     def shared(self) -> list[int | None]:
-        """[parts] number of tokens of the group's prompt with which each part begins; None for the whole prompt."""
+        """For each part, the number of the prompt's tokens with which the part begins; None: the whole prompt."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
     def begins(self, context: list[int]) -> int:
@@ -84,7 +85,7 @@ class Trace:
             part.busy = False
 
     def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
-        """Append to a part the new tokens of the context, and then the policy's turn; returns the turn."""
+        """Append to a part the context's tokens behind the part, and then the policy's turn; returns the turn."""
         arrays = read(decoded.data)
         new_ids = context[len(part.context) :]
         if new_ids:
@@ -113,7 +114,8 @@ class Trace:
 
 
 def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
-    """The arrays of token ids [N] that the environment wrote before a turn: masked, with the turn's first version."""
+    """The arrays of token ids [N] that the environment wrote before a turn: all masked, with the policy version of
+    the turn's first token."""
     size = len(ids)
     return replace(
         turn,
@@ -130,7 +132,7 @@ def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
 def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
     """The expert choices of all tokens of a part; None if no request reported experts.
 
-    Each request reports the experts of the whole context; the first report about a token counts.
+    Each request reports the experts of all earlier tokens too; the first report about a token counts.
     """
     reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
     if not reports:

@@ -1,8 +1,8 @@
-"""Reads and writes files with advantages and dropped groups of each batch, for the run's page.
+"""Reads and writes files with the advantages and the dropped groups of each batch, for the run's page.
 
-The page reads the files, so that the page runs no code of a user's algorithm.
+So the page needs no code of the user's algorithm to show advantages.
 
-RUN/advantages/batch_00000012.json      written before the step; a resume that trains the batch again replaces it
+RUN/advantages/batch_00000012.json      written before the batch's step, and again if a resume trains the batch again
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,9 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """The advantages and the dropped groups of one batch. Produced by `controller.samples`."""
 
     advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position in the group's block of a completion that is trained on -> mean advantage over tokens."""
+    """Group id -> position of a completion in the group's block -> mean of the advantages of the completion's tokens.
+
+    Only completions that are trained on have an entry."""
     dropped: Mapping[int, str]
     """Group id -> reason, in one word, why the group is not trained on."""
 
@@ -30,7 +32,7 @@ def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
     path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
     try:
-        # The file is not synced: the trainer waits, and a resume trains the last batches again.
+        # The file is not synced, as a sync would hold up the trainer: after a crash, a resume writes the file again.
         with naming(path):
             draft.write_bytes(msgspec.json.encode(trained))
             draft.replace(path)
