@@ -78,7 +78,7 @@ def edit_json(path, change):
 def test_a_good_folder_is_converted(source, tmp_path, capsys):
     assert main(["to-megatron", str(source), str(tmp_path / "out"), "--verify"]) == 0
     said = capsys.readouterr()
-    assert said.err == "" and "39 tensors, 610.75 KiB in" in said.out and "compared bit for bit" in said.out
+    assert said.err == "" and "39 tensors, 610.75 KiB written in" in said.out and "compared bit for bit" in said.out
     assert main(["verify", str(source), str(tmp_path / "out")]) == 0
     assert "39 tensors, 610.75 KiB, equal bit for bit" in capsys.readouterr().out
 

@@ -178,7 +178,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
         recipe(dict(parallel=dict(expert_model_parallel_size=2)), world_size=3)
     two = recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=2)
     three = two.with_settings(trainer={"world_size": 3})
-    with pytest.raises(ValueError, match=r"world_size: 3 is not a multiple of tensor .* 2"):
+    with pytest.raises(ValueError, match=r"world_size: 3 is not a multiple of 2, the tensor "):
         init_parallel(three)
     with pytest.raises(ValueError, match=r"trainer\.world_size: .* 1 processes, and 3"):
         init_parallel(recipe())
