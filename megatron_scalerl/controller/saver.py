@@ -1,7 +1,7 @@
 """Checkpoints of a run. The life of a checkpoint:
 
     save          records, ledger and journal are synced to disk; the trainer's ranks write, or only copy, the state
-    commit        with checkpoint.async_save, between two later steps: completes the checkpoint once all ranks have written
+    commit        with checkpoint.async_save, between later steps: completes a checkpoint that all ranks have written
     _committed    deletes older checkpoints and rollouts that no resume needs
 
 A checkpoint holds the trainer's state and the controller's state (step, batches, length of the journal); the
