@@ -12,8 +12,8 @@ A step (`_train`, `_train_on`):
    Truncated completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step
    and no new policy version, and the batch is counted as skipped.
 3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
-      taken and sent if the gate releases that batch for the next version (`overlap`). The next batch is charged and
-      journaled only after this optimizer step.
+   taken and sent if the gate releases that batch for the next version (`overlap`). The next batch is charged and
+   journaled only after this optimizer step.
 4. The weights are sent to the engines, the step's device time is charged to the ledger, and metrics are recorded.
 5. Every validation.every_steps a validation starts, every evaluation.every_steps an evaluation (`measure`).
 6. New groups may start at the new version. Every checkpoint.every_steps a checkpoint is written.

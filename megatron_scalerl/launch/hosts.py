@@ -1,10 +1,10 @@
 """The hosts of a run, and the command that starts a program on another host.
 
-no --hosts      this host alone: every process is a child of the controller
---hosts a,b     `--run-on "ssh {host}"`: the command runs its last argument in a shell on that host
---hosts slurm   the hosts of the allocation: srun starts one step per host and role; no step spans two hosts
---hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
-                takes four nodes, for which the cluster may start machines
+    no --hosts      this host alone: every process is a child of the controller
+    --hosts a,b     `--run-on "ssh {host}"`: the command runs its last argument in a shell on that host
+    --hosts slurm   the hosts of the allocation: srun starts one step per host and role; no step spans two hosts
+    --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
+                    takes four nodes, for which the cluster may start machines
 
 If the controller's own host is among the hosts, its processes are children of the controller. All hosts must have
 the run's folder, the policy and this installation under the same paths.
