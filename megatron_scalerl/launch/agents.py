@@ -160,7 +160,7 @@ class RemoteServer:
             )
 
     async def send(self, message: messages.ToAgent) -> None:
-        """Send a message to the agent, if connected. If the message cannot be sent, the agent counts as ended."""
+        """Send a message to the agent if connected. If the agent reads nothing, the message is dropped."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
@@ -185,8 +185,8 @@ class Agents:
     """All agents of one start of the controller.
 
     The caller must create the object in a running event loop, run `serve` in a task, and call `close` at the end. A
-    message of an agent has at most `messages.LONGEST` bytes. If a message to an agent does not fit into the socket's
-    queue, the message is not sent and the agent counts as ended.
+    message of an agent has at most `messages.LONGEST` bytes. If the socket's queue for an agent is full, a message
+    to the agent is dropped.
 
     joining: queue of at most MAX_JOINING engines that want to join. `serve` fills the queue, `launch.engines` empties
     the queue. `close` disconnects agents that are still in the queue, and these agents exit.
