@@ -146,7 +146,7 @@ class Overlap:
         self._early: SentBatch | None = None
         """The next batch, if the batch was sent early."""
         self.send_seconds = 0.0
-        """Seconds that the trainer waited until the last batch was sent, and after its step for the early batch."""
+        """Seconds that the trainer waited until the last batch was sent, and after the step for the early batch."""
 
     async def next_batch(self) -> Sequence[RolloutGroup] | None:
         """The groups of the early batch, or else of the stream's next batch; None if no prompt is left."""

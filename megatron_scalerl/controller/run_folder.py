@@ -107,7 +107,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
-        # The next keys no longer exist either. Keys for the first and last pipeline stage replace these keys.
+        # The next keys no longer exist either. Keys for the first and last pipeline stage replace the old keys.
         *(f"megatron.model.{key}" for key in LEFT_KEYS),
         "engine.vllm.override_generation_config",
     }
@@ -194,11 +194,11 @@ class RunFolder:
     def __init__(self, recipe: Recipe):
         """Create or reopen the run's folder, lock the folder, and begin an attempt.
 
-        Raises RecipeError if the folder holds a run of another recipe or other files, and RunInUse if another
+        Raises RecipeError if the folder holds a run of another recipe or foreign files, and RunInUse if another
         controller has locked the folder.
         """
         self.path = recipe.run_dir
-        # Before this check nothing is written, because the folder may have other files.
+        # Before this check nothing is written, because the folder may have foreign files.
         check_recipe(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
     """
     kept_groups = []
     drop_reasons = {}
-    # Completions are filtered before groups, because a group is dropped by the rewards of its remaining completions.
+    # Completions are filtered before groups, because the rewards of the remaining completions decide about a group.
     filtered_groups = [trained_part(group, algorithm) for group in groups]
     for group in filtered_groups:
         reason = algorithm.drop_reason(group)

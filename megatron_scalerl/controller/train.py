@@ -5,7 +5,7 @@
     _attempts    starts the engines once, then makes attempts until an attempt does not fail
     _attempt     opens the ledger, starts the meter and the trainer's ranks, and runs the controller
 
-Each of these functions releases its resources when the controller returns or raises. When the trainer fails, the
+Each function releases all resources when the controller returns or raises. When the trainer fails, the
 attempt ends and the next attempt starts the trainer's ranks again from the newest checkpoint (at most
 trainer.max_restarts times), while the engines keep running. The next attempt reads ledger, journal and metrics as a
 restart of the run does.

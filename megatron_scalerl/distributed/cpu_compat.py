@@ -171,7 +171,7 @@ def cuda_method() -> None:
 
 @_patch
 def type_name() -> None:
-    """`Tensor.type()` returns "torch.cuda.FloatTensor" and so on, as Megatron-Core expects when it groups parameters.
+    """`Tensor.type()` returns "torch.cuda.FloatTensor" and so on, as Megatron-Core expects when grouping parameters.
 
     optimizer/distrib_optimizer.py:401,466,758; optimizer/optimizer.py:1009,1028; optimizer/clip_grads.py:174
     """
@@ -234,7 +234,7 @@ def router_gemm() -> None:
     """The MoE router's fp32 matrix product is computed by torch. Transformer Engine's product would use TF32 even if
     torch's settings forbid TF32.
 
-    transformer/moe/moe_utils.py:1326,1359 call Transformer Engine if installed, even for layers without it.
+    transformer/moe/moe_utils.py:1326,1359 call Transformer Engine if installed, even for plain layers.
     """
     _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 

@@ -25,8 +25,8 @@ HAVE_GPU: bool = torch.cuda.is_available()
 """True if PyTorch sees a GPU. Set CUDA_VISIBLE_DEVICES to the empty string to use the CPUs of a machine with GPUs."""
 
 LAYERS: str = os.environ.get("MSRL_LAYERS", "")
-"""Environment variable MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires these layers, "" uses
-these layers if Transformer Engine is installed and a GPU is visible."""
+"""Environment variable MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires the layers, "" uses
+the layers if Transformer Engine is installed and a GPU is visible."""
 
 _CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
@@ -121,7 +121,7 @@ def connect_peers() -> None:
     Without this call NCCL would create the world's communicator only at the end of the first step. The argument
     `device_id` of `init_process_group` would also create the communicator at once, but PyTorch would then split the
     communicator for every subgroup, and require that ranks outside of the subgroup take part, also for gloo groups
-    (torch/distributed/distributed_c10d.py:2040-2057 of 2.13). Megatron creates gloo groups without those ranks.
+    (torch/distributed/distributed_c10d.py:2040-2057 of 2.13). Megatron creates gloo groups without ranks outside.
     """
     if HAVE_GPU:
         dist.all_reduce(torch.zeros(1, device=device()))

@@ -1,4 +1,4 @@
-"""Process groups, and this rank's coordinates in them. No other module reads Megatron's parallel_state."""
+"""Process groups, and this rank's coordinates. No other module reads Megatron's parallel_state."""
 
 import gc
 import inspect

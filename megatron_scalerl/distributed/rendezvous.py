@@ -3,7 +3,7 @@
     one host       FolderRendezvous   a FileStore in a folder that only this user can enter
     several hosts  HostRendezvous     a TCPStore, bound by the trainer's rank 0 to an address of rank 0's host
 
-Each group of processes has a store of its own name: "trainer" for the trainer's ranks, a new name for each group of a
+Each group of processes has a store with a name: "trainer" for the trainer's ranks, a new name for each group of a
 weight update.
 
 A store has no authentication: any process that reaches the store can list, read and overwrite keys. A secret is

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
 """Interval of ZeroMQ's heartbeats (ms). ZeroMQ's I/O thread sends heartbeats even during a long step. So a heartbeat
-shows that a process is running, but not that its event loop is."""
+shows that a process is running, but not that the event loop is."""
 HEARTBEAT_TIMEOUT_MS = 60_000
 """Time without heartbeats after which a peer counts as disconnected (ms). A closed connection is noticed at once."""
 MAX_QUEUED = 16
@@ -46,7 +46,7 @@ few messages wait."""
 GREETING_S = 60.0
 """Seconds within which the controller must answer a Hello."""
 LEAVE_S = 10.0
-"""Seconds that an exiting peer waits for the delivery of its messages to the controller."""
+"""Seconds that an exiting peer waits for the delivery of messages to the controller."""
 EXIT_ORPHAN = 3
 """Exit code of a peer whose controller disconnected."""
 EXIT_REFUSED = 4
@@ -59,7 +59,7 @@ Buffer = bytes | memoryview
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Base class of all messages. An encoded message has the name of its class as tag."""
+    """Base class of all messages. An encoded message has the name of the class as tag."""
 
 
 class Hello(Message, frozen=True):
@@ -215,7 +215,7 @@ class ControllerSocket:
         self.authenticator = CurveAuthenticator(self._context, secret, purpose)
         self.authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        # With this option a message to a lost peer raises EHOSTUNREACH. Without it ZeroMQ drops the message silently.
+        # With this option a message to a lost peer raises EHOSTUNREACH. By default ZeroMQ drops the message silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -326,7 +326,7 @@ class ControllerLink:
         return message
 
     def leave(self) -> None:
-        """Stop exiting when the controller disconnects, because this process is about to exit by itself."""
+        """Stop exiting when the controller disconnects, because this process is about to exit."""
         self._leaving.set()
 
     def abandon(self) -> None:

@@ -273,7 +273,7 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
         exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
         for first in asyncio.as_completed(exits):
             if await first:
-                # as_completed does not return the task itself, so the failed task is searched for.
+                # as_completed does not return the task, so the failed task is searched for.
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
                 # The remaining ranks get time to exit and to report by themselves: the controller blames the failure

@@ -6,7 +6,7 @@ end the task: the agent that sent the frame is refused and counts as ended.
 
 The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, as a child process, or the agent
 joins without a command. In both cases the server counts as ended when the agent's connection is lost. The exit of the
-command does not decide, since an agent may go on after its command has exited, and the reverse.
+command does not decide, since an agent may go on after the command has exited, and the reverse.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RemoteServer:
     async def start(self) -> str:
         """Start the agent, wait until the server is up, and return the server's URL.
 
-        Raises ServerEnded if the agent or its server ends first or sends no Hello in time, and OSError if the command
+        Raises ServerEnded if the agent or the server ends first or sends no Hello in time, and OSError if the command
         cannot be started.
         """
         assert self.command is None, "start() may be called once only"
@@ -148,7 +148,7 @@ class RemoteServer:
         finally:
             await self.forget()
             if self.command is not None:
-                # The agent exits by itself after its report. A signal would make the command fail.
+                # The agent exits by itself after the report. A signal would make the command fail.
                 if answered and self.reached:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self.command.wait(), EXIT_S)
@@ -233,7 +233,7 @@ class Agents:
         """A server for one start of engine `index` on another host. Engines of teachers have the last indices."""
         start = uuid.uuid4().hex
         environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(devices)}
-        # The command writes this log. The server on the other host writes a log of its own.
+        # The command writes this log. The server on the other host writes a second log.
         log = self.logs / f"agent-{name.removeprefix('engine-')}.log"
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
@@ -264,7 +264,7 @@ class Agents:
                 probe_at = loop.time() + PROBE_INTERVAL_S
 
     def close(self) -> None:
-        """Close the socket. Agents that are still connected then end their servers and exit."""
+        """Close the socket. Agents that are still connected then end the servers and exit."""
         self.socket.close()
 
     async def _read(self) -> None:

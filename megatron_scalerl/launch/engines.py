@@ -38,7 +38,7 @@ FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 """Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""Seconds after which a running engine counts as healthy, so that its count of restarts begins at 0 again. The
+"""Seconds after which a running engine counts as healthy, so that the count of restarts begins at 0 again. The
 longest time limit of the watchdog is added, since a fault may take so long to be found."""
 MOST_BARREN = 2
 """Number of starts in a row after which an engine is given up if the engine died with requests each time, and no
@@ -279,7 +279,7 @@ class Engines:
             logger.warning("%s has left: %s", process.name, reason)
 
     def _in_run(self, name: str) -> bool:
-        """Whether an engine with this name takes part in the run, so that its devices count."""
+        """Whether an engine with this name takes part in the run, so that the devices count."""
         return any(member.name == name and member.devices for member in self.members.members)
 
     def _objection_to_joining(self, hello: Hello) -> str | None:

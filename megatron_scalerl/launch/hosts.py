@@ -1,12 +1,12 @@
 """The hosts of a run, and the command that starts a program on another host.
 
     no --hosts      this host alone: every process is a child of the controller
-    --hosts a,b     `--run-on "ssh {host}"`: the command runs its last argument in a shell on that host
+    --hosts a,b     `--run-on "ssh {host}"`: the command runs the last argument in a shell on that host
     --hosts slurm   the hosts of the allocation: srun starts one step per host and role; no step spans two hosts
     --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
                     takes four nodes, for which the cluster may start machines
 
-If the controller's own host is among the hosts, its processes are children of the controller. All hosts must have
+If the controller's own host is among the hosts, the host's processes are children of the controller. All hosts must have
 the run's folder, the policy and this installation under the same paths.
 
 This module also raises the limit on open files: a completion in flight is a connection of controller and engine.
@@ -70,7 +70,7 @@ MARGIN = 1024
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret, by its name or by its value, so that other users must not see the value."""
+    """Whether a variable holds a secret, by name or by value, so that other users must not see the value."""
     return bool(_PRIVATE_NAMES.search(name) or _SECRET_VALUES.search(value))
 
 
@@ -99,7 +99,7 @@ class Hosts:
     address: str | None
     """The controller's address on the route to other hosts; None if there are no other hosts."""
     words: tuple[str, ...] = ()
-    """The command, such as ssh {host}, that runs its last argument in a shell on {host}. Empty with Slurm (srun)."""
+    """The command, such as ssh {host}, that runs the last argument in a shell on {host}. Empty with Slurm (srun)."""
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.

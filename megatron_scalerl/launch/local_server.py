@@ -30,7 +30,7 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before it was up. The message is the predicate of a sentence after "engine-0 (port 8000)"."""
+    """The server ended before being up. The message is the predicate of a sentence after "engine-0 (port 8000)"."""
 
 
 @record
@@ -86,7 +86,7 @@ class LocalServer:
     async def start(self) -> str:
         """Start the process, wait until the server is up, and return the server's URL.
 
-        Raises ServerEnded if the server exits before it is up, and OSError if the process cannot be started.
+        Raises ServerEnded if the server exits before being up, and OSError if the process cannot be started.
         """
         assert self._process is None, "start() may be called once only"
         # The files of the certificate exist until the server is up, and so has read the files.

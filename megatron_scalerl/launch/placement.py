@@ -19,7 +19,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
-# Only types are needed. Without these imports at run time, `submit` checks a recipe quickly.
+# Only types are needed. Without imports at run time, `submit` checks a recipe quickly.
 if TYPE_CHECKING:
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.trainer.client import TrainerClient

@@ -47,7 +47,7 @@ def reserve(
     """Start the keeper, and wait until the keeper has reserved the devices. Raises ValueError if the keeper fails.
 
     The keeper holds the devices until this process ends. Returns the addresses of the nodes, the number of devices of
-    each node, and a command that runs its last argument in a shell on {host}.
+    each node, and a command that runs the last argument in a shell on {host}.
 
     kind: the kind of devices. count: number of nodes; None for all nodes with `slots` devices. slots: number of
     devices of each node; None for all devices of the largest node.
@@ -142,7 +142,7 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     for number in (*SIGNALS, SAVE_SIGNAL):
-        # The keeper must outlive signals to the whole job, because it has to end after the controller.
+        # The keeper must outlive signals to the whole job, because the keeper has to end after the controller.
         signal.signal(number, signal.SIG_IGN)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))

@@ -27,7 +27,7 @@ from megatron_scalerl.trainer.ranks import environment as environment_of_ranks
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
-"""Seconds for processes to exit by themselves before they get a signal. If the command that starts ranks on another
+"""Seconds for processes to exit by themselves before a signal. If the command that starts ranks on another
 host got a signal, the command would report a failure."""
 _STOP_S = 60.0
 """Seconds for all ranks to leave the process groups and answer `client.stop`, once the run is finished."""
@@ -45,7 +45,7 @@ class TrainerRanks:
         self._children: list[ChildProcess] = []
         self._elsewhere: set[str] = set()
         """Names of the child processes (ssh, srun) that start ranks on other hosts."""
-        # One task for each child process. A task raises ProcessDied once its child process has exited.
+        # One task for each child process. A task raises ProcessDied once the child process has exited.
         self._watches: list[asyncio.Task[NoReturn]] = []
         self._started = asyncio.Event()
 
@@ -89,7 +89,7 @@ class TrainerRanks:
     async def stop(self, *, graceful: bool) -> None:
         """Stop all ranks. A failure to stop a rank is logged as one line, and the remaining ranks are still stopped.
 
-        graceful: True to let the ranks leave their process groups before.
+        graceful: True to let the ranks leave the process groups before.
         """
         await cancelled(*self._watches)
         try:

@@ -137,7 +137,7 @@ class ChildProcess:
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of the group is left."""
         # The kernel reuses a process id only if no process group has this number. So if the child has exited and a
-        # process with its id exists, the child's group is empty, and the other process must not be signaled.
+        # process with the child's id exists, the child's group is empty, and the other process must not be signaled.
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
         if not self._group_gone:
@@ -214,7 +214,7 @@ def fatal_error(path: Path) -> str:
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
     """Run awaitables as tasks, and enter the block when the first task is done. The value has all tasks, in order.
 
-    After the block all tasks are cancelled and awaited. A caller who passes a future that others also await must wrap
+    After the block all tasks are cancelled and awaited. A caller who passes a future with further waiters must wrap
     the future in `asyncio.shield`.
     """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
@@ -264,7 +264,7 @@ def end_with(main: Callable[[], object]) -> NoReturn:
     printed and gives exit code 1. Functions of `atexit` are not called.
 
     Needed by processes with gloo groups. The groups' threads keep running after `parallel.shutdown_parallel`, because
-    Megatron still refers to the groups. During Python's cleanup these threads sometimes abort the process ("terminate
+    Megatron still refers to the groups. During Python's cleanup the threads sometimes abort the process ("terminate
     called without an active exception": 1 of 40 processes with one rank on two busy cores, torch 2.13), and a group's
     destructor may wait for a lost peer.
     """

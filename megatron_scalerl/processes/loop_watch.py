@@ -9,7 +9,7 @@ The watcher also watches the closing of the loop, which waits for the loop's thr
 block that reads files in a thread, or before a loop exists.
 
 Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count. Time in which the watcher
-is stopped does not count either, because the watcher counts its own waits of one second.
+is stopped does not count either, because the watcher counts waits of one second.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ def loop_watcher() -> Iterator[int]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
-    # In a session of its own the watcher gets no signals of the terminal, such as SIGINT.
+    # In a new session the watcher gets no signals of the terminal, such as SIGINT.
     with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
         try:

@@ -1,7 +1,7 @@
 """Start a program that dies with its parent: `python -m megatron_scalerl.processes.parent_death PARENT_PID ARGV ...`
 
 The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec and stays set after exec, so that the
-program is covered from its first import on. The signal is SIGKILL, which also ends a program that hangs. The kernel
+program is covered from the first import on. The signal is SIGKILL, which also ends a program that hangs. The kernel
 sends the signal when the thread that started the process ends, so this thread must live as long as the child. Forked
 children do not inherit the setting; `tie_forked_children` is for forked children.
 

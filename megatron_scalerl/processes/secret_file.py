@@ -1,7 +1,7 @@
 """The run's secret in a file that only the owner can read, for processes on other hosts that share the folder.
 
 Child processes on the same host get the secret in their environment, which no other user can read. For a program on
-another host neither arguments nor environment would do, because other users can see both in the starting command.
+another host neither arguments nor environment would do, because all users can see both in the starting command.
 """
 
 import os

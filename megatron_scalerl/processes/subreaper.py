@@ -5,7 +5,7 @@
 This process, the subreaper, stands between parent and program. A descendant that loses its parent becomes a child of
 the subreaper (Linux, PR_SET_CHILD_SUBREAPER). So the subreaper finds all descendants, kills all, removes the folder
 FOLDER and exits. The subreaper must have a session of its own: a SIGKILL for the parent's process group would end the
-subreaper and leave descendants running. If the subreaper gets SIGKILL, the program ends, but not its descendants.
+subreaper and leave descendants running. If the subreaper gets SIGKILL, the program ends, but not the descendants.
 
 This module imports only the standard library and `parent_death`.
 """
@@ -42,7 +42,7 @@ def _end(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the program until it ends or the signal END comes, then end all descendants."""
+    """Run the program until the end or the signal END, then end all descendants."""
     signal.signal(END, _end)
     set_process(_PR_SET_CHILD_SUBREAPER, 1)
     die_with_parent(int(sys.argv[1]), END)

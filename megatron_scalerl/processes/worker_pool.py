@@ -8,7 +8,7 @@ Life of a worker:
                worker accepts the setup, else the reason of the refusal
     work       one request at a time: the worker reports that the request is read, then replies. A worker whose
                reply to the setup is CONCURRENT works on several requests at once, all workers of the pool together on
-               `Program.concurrency`, and answers all of its requests before a regular end
+               `Program.concurrency`, and answers all requests before a regular end
     end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends an invalid frame is killed
                with all children
     replace    a round has up to START_TRIES tries to start a new process; after a failed round the request fails, and
@@ -21,7 +21,7 @@ Life of a request:
     work       a worker reads the request and completes the work, even if the caller is cancelled
     repeat     if the worker dies, a new process repeats the request. The request fails after MAX_LOSSES workers that
                had read the request, or MAX_EARLY_LOSSES workers that had read no request
-    suspect    if a worker with several requests dies, each of these requests may be the cause. Extra workers, as many
+    suspect    if a worker with several requests dies, each of the requests may be the cause. Extra workers, as many
                as the pool has workers, repeat the suspects one at a time; workers go on with all further requests
 
 End of the pool: after START_ROUNDS failed rounds per worker without any worker alive, `ask` raises RuntimeError.
@@ -75,7 +75,7 @@ Head = TypeVar("Head")
 MAX_LOSSES = 2
 """Number of workers that read a request and died, after which the request fails."""
 MAX_EARLY_LOSSES = 3
-"""Number of workers that died before they had read a request given to them, after which the request fails."""
+"""Number of workers that died before reading a request, after which the request fails."""
 START_TRIES = 4
 """Number of tries in one round to start a new process for a dead worker."""
 START_PAUSE_S = 0.5
@@ -88,16 +88,16 @@ minute."""
 END_TIMEOUT_S = 10.0
 """Seconds that the pool waits for a killed process to exit."""
 GRACE_S = 5.0
-"""Seconds added to a request's time limit in the pool if workers take several requests at once. These workers enforce
+"""Seconds added to a request's time limit in the pool if workers take several requests at once. Such workers enforce
 the time limit, and need time to send the reply."""
 
 
 @dataclass(eq=False, repr=False)
 class WorkerDied(Exception):
-    """A worker died before it replied to a request. The message is `cause`."""
+    """A worker died before replying to a request. The message is `cause`."""
 
     cause: str
-    """What happened instead of a reply, as a noun phrase: "its exit with code 1"."""
+    """The event instead of a reply, as a noun phrase: "its exit with code 1"."""
     read: bool = False
     """Whether the worker had read this request."""
     unanswered_requests: bool = False
@@ -146,9 +146,9 @@ class _Request(Generic[Head]):
     begun: Callable[[], None]
     """Called each time when a worker takes the request."""
     losses: int = 0
-    """Number of workers that died after they had read the request."""
+    """Number of workers that died after reading the request."""
     early_losses: int = 0
-    """Number of workers that died before they had read any request."""
+    """Number of workers that died before reading any request."""
 
     def fail(self, problem: Exception) -> None:
         """Raise `problem` for the caller, unless the caller was cancelled or has a reply."""
@@ -253,7 +253,7 @@ class WorkerPool(Generic[Head]):
             return await reply
         finally:
             self._outstanding.discard(request)
-            # The request stays in the queue if the caller is cancelled. The body may be large, so it is dropped.
+            # The request stays in the queue if the caller is cancelled. The body may be large, so the body is dropped.
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
@@ -261,7 +261,7 @@ class WorkerPool(Generic[Head]):
         queue = self._queue if concurrent else self._suspects
         while True:
             request = await queue.get()
-            # A worker that is not alive is replaced only after its last replies, so another worker takes the request.
+            # A worker that is not alive is replaced only after the last replies, so another worker takes the request.
             if concurrent and not worker.alive:
                 queue.put_nowait(request)
             else:
@@ -510,7 +510,7 @@ class Worker(asyncio.Protocol):
 
     def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
         """Send a request. Returns a future for (kind, head, body) of the reply; number 0 gets no reply."""
-        # All callers check before that the process is alive, also those in `environments.pool`.
+        # All callers check before that the process is alive, also in `environments.pool`.
         assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)
@@ -559,7 +559,7 @@ class _Output:
     """A pipe from the workers of a pool to the stderr of this process.
 
     Workers do not inherit stderr: if stderr is a log file, a worker's limit on file sizes would apply to the log. The
-    subprocess pipes of asyncio are not used, because they wait until surviving children of a worker close the pipe.
+    subprocess pipes of asyncio are not used, because such pipes wait until surviving children of a worker close the pipe.
     """
 
     writer: int | None = None
