@@ -25,7 +25,7 @@ def cache_variables(name: str) -> dict[str, str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Make a folder. True if only this user may write to the folder and the parent folder, and so change cached code."""
+    """Make a folder. True if no other user may write to the folder or its parent and so change the code."""
     private = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

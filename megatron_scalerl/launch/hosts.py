@@ -6,8 +6,8 @@
     --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
                     takes four nodes, for which the cluster may start machines
 
-If the controller's own host is among the hosts, the host's processes are children of the controller. All hosts must have
-the run's folder, the policy and this installation under the same paths.
+If the controller's own host is among the hosts, the processes there are children of the controller. All hosts must
+have the run's folder, the policy and this installation under the same paths.
 
 This module also raises the limit on open files: a completion in flight is a connection of controller and engine.
 """

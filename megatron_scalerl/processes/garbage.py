@@ -15,7 +15,7 @@ FULL_COLLECTIONS_EVERY = 100
 
 @contextlib.contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Make full garbage collections rare in the block. Objects that exist before the block are not collected meanwhile.
+    """Make full garbage collections rare in the block. Objects from before the block are not collected meanwhile.
 
     With thousands of requests there are some 100,000 objects, and a full collection stops the event loop for 0.1 s or
     more. Young objects are collected as often as before; cycles of old objects are freed ten times as late.

@@ -253,7 +253,7 @@ class WorkerPool(Generic[Head]):
             return await reply
         finally:
             self._outstanding.discard(request)
-            # The request stays in the queue if the caller is cancelled. The body may be large, so the body is dropped.
+            # The request stays in the queue if the caller is cancelled, so the body, often large, is dropped.
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
@@ -559,7 +559,7 @@ class _Output:
     """A pipe from the workers of a pool to the stderr of this process.
 
     Workers do not inherit stderr: if stderr is a log file, a worker's limit on file sizes would apply to the log. The
-    subprocess pipes of asyncio are not used, because such pipes wait until surviving children of a worker close the pipe.
+    subprocess pipes of asyncio are not used: such a pipe waits until a worker's surviving children close the pipe.
     """
 
     writer: int | None = None
