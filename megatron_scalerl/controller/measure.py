@@ -224,7 +224,9 @@ class Measurement:
             no_engine_left.cancel()
         # An engine that joins from now on could only get the trainer's later version.
         if not work.done():
-            raise VersionLost(f"{work.get_name()}: every engine with this policy version was evicted")
+            raise VersionLost(
+                f"{work.get_name()}: every engine with this policy version was evicted, so no result is possible"
+            )
         await work
 
     async def close(self) -> None:

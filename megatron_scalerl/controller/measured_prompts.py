@@ -223,7 +223,7 @@ class HeldOut:
                 fit_from_steps=self._recipe.forecast.fit_from_steps,
             )
         except (ValueError, ArithmeticError, RuntimeError, OSError, MemoryError) as error:
-            logger.warning("no forecast can be made: %s: %s", type(error).__name__, error)
+            logger.warning("the run goes on without a forecast, which failed: %s: %s", type(error).__name__, error)
             return
         if forecast is not None:
             self._progress.outlook(forecast)

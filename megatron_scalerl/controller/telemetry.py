@@ -121,10 +121,10 @@ class RunCollector(Collector):
             ("generated_tokens", "Tokens of finished completions, validation included."),
             ("batches", "Batches with an optimizer step."),
             ("skipped_batches", "Batches without an optimizer step, since the filters left no sample."),
-            ("weight_updates", "Weight updates of the engines that followed a step."),
+            ("weight_updates", "Weight updates of the engines after optimizer steps."),
         ):
             yield _family(f"{name}_total", text, self._counts[name])
-        text = "Device-seconds that the run held, by role of the ledger, in all attempts."
+        text = "Device-seconds that the run has held in all attempts, by role of the ledger."
         yield _family("device_seconds_total", text, self._device_seconds(), label="role")
         yield from self._engine_families()
         text = "Restarts of the trainer's ranks."
@@ -289,7 +289,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(
             f"telemetry.metrics_host, telemetry.metrics_port: nothing can listen at {host}, port {port}: "
-            f"{error.strerror or error}"
+            f"{error.strerror or error}; set another host or port"
         ) from None
 
 

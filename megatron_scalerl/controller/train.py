@@ -249,7 +249,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                 except _RESTART as error:
                     if run.takeover.happened:
                         raise RuntimeError(
-                            f"a later attempt of the job has begun; this one failed: {error}"
+                            f"this attempt failed, and Slurm has begun a later attempt: {error}"
                         ) from error
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
@@ -301,7 +301,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
     folder = run.folder
     attempt = run.folder.attempt
     start = resumed.start
-    logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
+    logger.info("run %s: attempt %s begins at step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
@@ -352,7 +352,7 @@ def _read_run(folder: RunFolder, console: Console) -> Resumed:
     """The newest intact checkpoint and the journal, after a check for lost data (`check_history`)."""
     start = resume_point(folder.path)
     for line in start.damaged:
-        console.print(f"resuming from step {start.step}: {line}", highlight=False)
+        console.print(f"resuming from step {start.step}, not from a damaged checkpoint: {line}", highlight=False)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     return Resumed(start, history)

@@ -287,7 +287,7 @@ class WeightSync:
                     if failures == _TRIES:
                         failures = 0
                         self._evict_newcomers(failed, engines)
-                    logger.warning("weights of version %d are sent again: %s", version, failed)
+                    logger.warning("the weights of version %d are sent again after a failure: %s", version, failed)
         return None
 
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
@@ -423,7 +423,7 @@ class WeightSync:
         answers = await phases.call_all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
         for engine, digests in zip(engines, answers):
             if not isinstance(digests, list) or not all(digests):
-                logger.warning("weights.deltas is off: the weight loader of %s takes whole tensors only", engine.name)
+                logger.warning("weights.deltas has no effect: the loader of %s needs whole tensors", engine.name)
                 return "off"
         return deltas
 
@@ -439,15 +439,13 @@ class WeightSync:
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
-            raise EngineError(
-                f"msrl_weight_needs: the answer {answers!r} does not hold the needs of the engine's workers"
-            )
+            raise EngineError(f"msrl_weight_needs: the answer is {answers!r}, not one text for each worker")
         if refusal := next((a for a in answers if a.startswith(REFUSED)), ""):
             raise _TensorsRefused(refusal.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered, no divisor of the engine's {world_size} workers"
+                f"msrl_weight_needs: {len(answers)} of {world_size} workers answered; the number has to divide {world_size}"
             )
         # Equal engines give equal answers. A check takes seconds for a large model, so equal answers are checked
         # once.
@@ -474,7 +472,7 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
         raise EngineError(f"the engine has version and digests {received_state}, but the trainer sent {sent_state}")
     live_digests = await engine.rpc("msrl_live_digest")
     if not isinstance(live_digests, list) or len(live_digests) != len(info.weight_digests):
-        raise EngineError(f"msrl_live_digest: the answer {live_digests!r} does not hold a digest of each worker")
+        raise EngineError(f"msrl_live_digest: the answer is {live_digests!r}, not one digest for each worker")
     for worker, (place, digest) in enumerate(zip(places, live_digests)):
         values = report.values[place.shard]
         # A worker whose loader takes only whole tensors reports an empty digest, which cannot be compared.

@@ -283,7 +283,7 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"the protocol allows no {type(message).__name__} from the agent now")
+            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)

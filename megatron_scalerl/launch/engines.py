@@ -276,7 +276,7 @@ class Engines:
             await stop_all([process], grace_s)
             self._lag.forget(process.name)
             self.members.lose(index, reason)
-            logger.warning("%s has left: %s", process.name, reason)
+            logger.warning("%s has left the run: %s", process.name, reason)
 
     def _in_run(self, name: str) -> bool:
         """Whether an engine with this name takes part in the run, so that the devices count."""

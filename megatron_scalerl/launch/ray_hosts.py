@@ -61,7 +61,7 @@ def reserve(
     assert keeper.stdout is not None
     line = keeper.stdout.readline()
     if not line.startswith("{"):
-        raise ValueError(f"--hosts ray: {line.strip() or f'its driver ended with exit code {keeper.wait()}'}")
+        raise ValueError(f"--hosts ray: {line.strip() or f'the process for Ray ended with code {keeper.wait()}'}")
     reserved = json.loads(line)
     words = (sys.executable, "-m", _MODULE, str(Path(folder) / "socket"), "{host}")
     return reserved["hosts"], reserved["slots"], words
@@ -152,7 +152,7 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
     bundles = [{kind: slots} for _ in range(count)]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(RESERVED_S):
-        raise ValueError(f"{count} nodes with {slots} {kind}s each were not free within {RESERVED_S:g} s")
+        raise ValueError(f"{count} nodes with {slots} {kind}s each were not free in {RESERVED_S:g} s; use fewer")
     holds = {"num_cpus": 0, f"num_{kind.lower()}s": slots}
     nodes = [
         ray.remote(Node)
