@@ -288,7 +288,7 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         raise ValueError(
-            f"telemetry.metrics_host, telemetry.metrics_port: set another address; nothing can listen at {host}, port {port}: "
+            f"telemetry.metrics_host, telemetry.metrics_port: nothing can listen at {host}, port {port}: "
             f"{error.strerror or error}"
         ) from None
 

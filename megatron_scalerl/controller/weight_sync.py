@@ -445,7 +445,7 @@ class WeightSync:
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered; the number has to divide the {world_size} workers"
+                f"msrl_weight_needs: {len(answers)} workers answered, which must divide the {world_size} workers"
             )
         # Equal engines give equal answers. A check takes seconds for a large model, so equal answers are checked
         # once.

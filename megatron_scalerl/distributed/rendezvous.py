@@ -170,7 +170,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
         # psutil may append %INTERFACE to an IPv6 address.
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
-    raise RuntimeError(f"rendezvous: {address}, the address on the route to {rendezvous.host}, is not on any interface")
+    raise RuntimeError(f"rendezvous: {address}, the address on the route to {rendezvous.host}, is on no interface")
 
 
 def local_address(host: str) -> str:
