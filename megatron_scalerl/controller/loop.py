@@ -161,7 +161,7 @@ class Controller:
         # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()  # first, so that the stream starts with the journal's last state
+        await self._replay()  # replayed first, so that the stream begins at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -343,7 +343,7 @@ class Controller:
 
 
 def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
-    """Raises RuntimeError if no completion that ended by itself closes its thinking and so has an answer.
+    """Raises RuntimeError if all completions that ended by themselves lack an answer after the thinking.
 
     think_end: the tag that closes the thinking. If empty, the whole completion is the answer and nothing is checked.
     """

@@ -252,7 +252,7 @@ class Meter:
             ("teacher", self._teacher),
         ]
         devices = [charge for charge in devices if charge[1]]
-        # The trainer's charge is the last of a window: when a file is read, the charge shows a complete window.
+        # The trainer's charge comes last, so that a ledger with this charge has the complete window.
         devices += [("engine", engine - validating + on_held.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 

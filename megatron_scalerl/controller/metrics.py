@@ -54,7 +54,7 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Event files in RUN/tensorboard, rewritten from the records at every start.
 
-    The files then have a step that a restart repeats only once. The first event resets a TensorBoard that is open.
+    So a step that a restart repeats occurs once in the files. The first event resets a TensorBoard that is open.
     """
 
     def __init__(self, run_dir: Path):
@@ -126,8 +126,8 @@ class Metrics:
         rows = sorted((r for r in validation_rows if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
         self._validated_steps = {row["step"] for row in rows}
-        # A crash between two writes may leave a row of validation_by_prompt.jsonl, written first, without a
-        # validation.
+        # validation_by_prompt.jsonl is written before validation.jsonl. After a crash in between, the last row has no
+        # validation and is dropped.
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated_steps])
         self._steps = JsonlWriter(steps)
         self._validations = JsonlWriter(validations)
@@ -343,7 +343,7 @@ def engine_metrics(engines: Membership) -> dict[str, float]:
 
 
 def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Pass rate and number of groups of each task in the batch; empty without a mixture."""
+    """Pass rate and number of groups of each task in the batch; empty without prompts.tasks."""
     scores: dict[str, list[bool]] = {}
     for group in groups:
         if group.prompt.task:

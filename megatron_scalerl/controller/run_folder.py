@@ -107,7 +107,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
-        # The next keys no longer exist either. Keys for the first and last pipeline stage replace the old keys.
+        # The next keys no longer exist. Keys for the first and last pipeline stage replace the old keys.
         *(f"megatron.model.{key}" for key in LEFT_KEYS),
         "engine.vllm.override_generation_config",
     }

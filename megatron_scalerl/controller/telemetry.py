@@ -230,7 +230,8 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
                 yield collector
         finally:
             with contextlib.suppress(OSError):
-                # Without this, Prometheus would send the token to any program that takes the port after this run.
+                # If the target stayed listed, Prometheus would send the token to any program that takes the port
+                # later.
                 _list_nothing(run_dir)
             await runner.cleanup()
 

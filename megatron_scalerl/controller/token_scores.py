@@ -37,7 +37,7 @@ class TokenScores:
         """
         if not self._every_steps or step % self._every_steps:
             return
-        # Groups with equal rewards are left out: a best and a worst completion do not exist.
+        # Groups with equal rewards are left out, since no completion is the best or the worst.
         groups_with_spread = [
             g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1
         ]

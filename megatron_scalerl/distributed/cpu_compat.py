@@ -139,12 +139,12 @@ def rng_state() -> None:
 
 LITERAL_FILES = (
     "pipeline_parallel.schedules",  # lines 749, 1121, 2292
-    "optimizer.optimizer",  # 690, 698, 702, 1249
-    "optimizer.clip_grads",  # 96, 108, 112, 180, 231
-    "utils",  # 1332
-    "transformer.utils",  # 39, 44
-    "dist_checkpointing.strategies.state_dict_saver",  # 204
-    "dist_checkpointing.exchange_utils",  # 103, 109, 329
+    "optimizer.optimizer",  # lines 690, 698, 702, 1249
+    "optimizer.clip_grads",  # lines 96, 108, 112, 180, 231
+    "utils",  # line 1332
+    "transformer.utils",  # lines 39, 44
+    "dist_checkpointing.strategies.state_dict_saver",  # line 204
+    "dist_checkpointing.exchange_utils",  # lines 103, 109, 329
 )
 """Files of Megatron-Core with device="cuda" literals, each with the lines. In these files `torch` is replaced by an
 object that takes "cuda" for the CPU."""

@@ -100,7 +100,7 @@ def withdraw(run: Path, secret: str) -> None:
 
     secret: secret of the controller that ends.
     """
-    with contextlib.suppress(OSError, ValueError):  # a file that is missing or cannot be read is left alone
+    with contextlib.suppress(OSError, ValueError):  # files that cannot be read stay.
         # With another secret, the files belong to a controller that has been started since.
         if read_secret(secret_file(run)) == secret:
             secret_file(run).unlink()

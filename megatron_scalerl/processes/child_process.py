@@ -119,7 +119,7 @@ class ChildProcess:
                     await asyncio.wait_for(self.wait(), grace_s)
                 self._signal(signal.SIGKILL)
         except asyncio.CancelledError:
-            # If this call is cancelled, nobody would send SIGKILL after `grace_s`.
+            # After the cancellation nothing would send SIGKILL later, so SIGKILL is sent now.
             self.kill()
             raise
         try:

@@ -188,7 +188,7 @@ def run_until_signal(
 
     try:
         result = asyncio.run(guarded())
-        faulthandler.cancel_dump_traceback_later()  # despite a signal, the caller may go on
+        faulthandler.cancel_dump_traceback_later()  # the coroutine has returned despite a signal
         return result
     except asyncio.CancelledError:
         # The coroutine was cancelled, but not by a signal.

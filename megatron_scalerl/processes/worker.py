@@ -147,7 +147,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:
-            # This may be a thread, from which sys.exit would not end the process.
+            # This code may run in a thread, from which sys.exit would not end the process.
             os._exit(0)
         done += received
     return bytes(buffer)

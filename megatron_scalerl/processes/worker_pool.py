@@ -454,7 +454,7 @@ class Worker(asyncio.Protocol):
             died = functools.partial(WorkerDied, read=number in unanswered, unanswered_requests=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             code = None
-            # With another transport by now, the failure of another request has ended this process already.
+            # If `_transport` has changed, the failure of another request has ended this process already.
             if self._transport is transport:
                 code = await self.kill()
             if isinstance(problem, TimeoutError):
