@@ -5,10 +5,10 @@
     _attempts    starts the engines once, then makes attempts until an attempt does not fail
     _attempt     opens the ledger, starts the meter and the trainer's ranks, and runs the controller
 
-Each function releases all resources when the controller returns or raises. When the trainer fails, the
-attempt ends and the next attempt starts the trainer's ranks again from the newest checkpoint (at most
-trainer.max_restarts times), while the engines keep running. The next attempt reads ledger, journal and metrics as a
-restart of the run does.
+Each function releases all resources when the controller returns or raises. When the trainer fails, the attempt ends
+and the next attempt starts the trainer's ranks again from the newest checkpoint (at most trainer.max_restarts times
+without progress), while the engines keep running. The next attempt reads ledger, journal and metrics as a restart of
+the run does.
 
 A user error ends the command with exit code 2, a failure of the running run with exit code 1.
 """

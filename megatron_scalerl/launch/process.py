@@ -72,7 +72,7 @@ class EngineProcess:
                 info = await self.client.info()
             check_engine(info, self._recipe)
         except BaseException as error:
-            # The error is made before `stop`, because it quotes the log's last lines at the moment of the timeout.
+            # The error is made before `stop`, so that the quoted log lines are of the moment of the timeout.
             timeout = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
             await self.stop()
             if isinstance(error, TimeoutError):
