@@ -1,15 +1,16 @@
 """The ledger: the devices that the run held, in device-hours by role and batch.
 
-The ledger charges the devices of the fleet, busy or idle: devices x wall time, from the start of the processes on, in
-a Slurm job from the start of the job. With GPUs a device is a GPU and the unit is GPU-hours; without GPUs a device is
-one trainer or engine process and the unit is device-hours. The compute axis is the sum of `trainer` and `engine`. The
-time until the engines serve the first weights of an attempt (`startup`), validation, and work that a crash discarded
-(`lost`) are separate roles. (Khatri et al. 2025 count steps x a constant per setup.)
+The ledger charges all devices of trainer and engines, busy or idle: devices x wall time from the start of the
+processes, or of the Slurm job. With GPUs a device is a GPU and the unit is GPU-hours; without GPUs a device is one
+trainer or engine process and the unit is device-hours. The forecast's compute axis is the sum of the roles `trainer`
+and `engine`. The time until the engines serve the first weights of an attempt (`startup`), validation, and work that
+a crash discarded (`lost`) are roles that do not count on this axis. (Khatri et al. 2025 count the number of steps
+times a constant per setup.)
 
 Every charge belongs to a batch of the journal, and a restart trains the journal's batches again with the recorded
-rollouts. So a batch keeps its charges: a crash removes no charge from the axis. Repeated work counts once: the first
-time stays on the axis, the repetition is `lost`. The time between the last charge and a crash is `lost` as well, up
-to the last heartbeat row in the file.
+rollouts. So a crash removes no charge from the axis. Repeated work counts once: the first time stays on the axis,
+the repetition is charged as `lost`. The time between the last charge and a crash is also charged as `lost`, up to the
+last heartbeat row in the file.
 """
 
 import dataclasses
@@ -35,15 +36,16 @@ class Charge:
     """The devices that one role held in one window of time."""
 
     batch: int
-    """Batches of the run up to the end of the window. The window belongs to batch number `batch` - 1."""
+    """Number of batches of the run up to the end of the window, which belongs to batch number `batch` - 1."""
     step: int
-    """The optimizer step of the window."""
+    """Number of optimizer steps of the run when the window ended."""
     phase: Phase
-    """`produce`: until the batch is composed. `train`: step and weight update. `validate`: a validation with
-    nothing else in progress. `startup`, `replay`: see the module. `crash`: the window that a crash cut off."""
+    """`produce`: until the batch is composed. `train`: step and weight update. `validate`: a validation that the run
+    waits for. `startup`: until the engines serve. `replay`: a batch of an earlier attempt is trained again. `crash`:
+    a crash ended the window."""
     role: Role
     devices: float
-    """Number of devices. The number is a fraction where a window was split between roles."""
+    """Mean number of devices of the role in the window; a fraction if devices were shared by several roles."""
     seconds: float
     """Wall time (s)."""
     incarnation: str
@@ -56,7 +58,7 @@ class Charge:
 
 
 class Ledger:
-    """RUN/ledger.jsonl: a header line with the unit, then one charge per line, and heartbeats since the last charge.
+    """RUN/ledger.jsonl: a header line with the unit, then a line for each charge and each heartbeat.
 
     The charges of one window are written together. The trainer's charge comes last and marks the window as complete.
     """
@@ -64,7 +66,7 @@ class Ledger:
     def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str):
         """Open or create the file, and charge the time that a crash left uncharged.
 
-        Raises ValueError for a file in another unit, and for a row that is no charge.
+        Raises ValueError if the file's unit is not `unit`, or if a row is neither a charge nor a heartbeat.
         """
         self.path = path
         self.unit = unit
@@ -77,8 +79,8 @@ class Ledger:
             )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
-        """Batch -> device-hours on the forecast's compute axis. Only these sums stay in memory: a month has
-        100,000 charges."""
+        """Batch -> device-hours on the forecast's compute axis. The charges are not kept in memory, since a run of
+        a month makes about 100,000 charges."""
         self._trained = 0
         charges = _recovered(self.path, rows)
         self._add(charges)
@@ -88,9 +90,9 @@ class Ledger:
     def charge(
         self, *, batch: int, step: int, phase: Phase, seconds: float, devices: Iterable[tuple[Role, float]]
     ) -> None:
-        """Append the charges of one window of `seconds`: (role, devices), the trainer's last.
+        """Append the charges of one window of `seconds`. devices: (role, number of devices), the trainer's last.
 
-        Memory holds the rounded numbers of the file, so that no sum falls when a restart reads the file.
+        The sums in memory are of the rounded numbers in the file, so a restart that reads the file gets equal sums.
         """
         charges = [
             Charge(
@@ -104,12 +106,12 @@ class Ledger:
             )
             for role, count in devices
         ]
-        # A crash may leave only some of the charges on disk, see `_recovered`.
+        # A crash may leave only some of the window's charges on disk. `_recovered` makes these charges `lost`.
         self._file.append(*map(_row, charges))
         self._add(charges)
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
-        """Record that all devices are still held `seconds` after the last charge."""
+        """Record that the run still holds all `devices`, `seconds` after the last charge."""
         self._file.append({"heartbeat": round(seconds, 6), "devices": devices, "batch": batch, "step": step})
 
     def sync(self) -> None:
@@ -132,7 +134,7 @@ class Ledger:
         return math.fsum(self._axis[: batches + 1])
 
     def is_charged(self, batches: int) -> bool:
-        """True if the training of batch number `batches` - 1 is charged, so that more training is a repetition."""
+        """True if the training of batch number `batches` - 1 is charged; training this batch again is then `lost`."""
         return batches <= self._trained
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ def _row(charge: Charge) -> dict[str, Any]:
 
 
 def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
-    """The charges of a file. An incomplete last window and the time until the last heartbeat become `lost`."""
+    """The charges in the rows of a file. An incomplete last window and a last heartbeat become `lost`."""
     charges = []
     complete = 0
     heartbeat: Charge | None = None
@@ -164,11 +166,11 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         if "heartbeat" in row:
             heartbeat = charge
             continue
-        # The time of a later charge includes the time of the heartbeat.
+        # This charge covers the time of all earlier heartbeats.
         heartbeat = None
         incarnation = charge.incarnation
         charges.append(charge)
-        # A charge of the trainer, or of all devices, is the last charge of its window.
+        # A charge of the trainer, or a single charge of all devices, is the last of a window.
         if charge.role not in ("engine", "teacher", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
@@ -178,7 +180,7 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
 
 
 def _charge(location: str, row: dict[str, Any], incarnation: str) -> Charge:
-    """A row as a charge. A heartbeat becomes a charge for the lost time of the attempt `incarnation`."""
+    """A row as a charge. A heartbeat becomes a charge of role `lost` to the attempt `incarnation`."""
     if "heartbeat" in row:
         row |= {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
     try:

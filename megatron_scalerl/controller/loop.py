@@ -8,28 +8,28 @@
 A step (`_train`, `_train_on`):
 
 1. `overlap.next_batch` waits until the gate releases groups_per_batch groups (`rollouts.gate`).
-2. The cost of producing the batch is charged and the batch's composition is journaled, in this order. Truncated
-   completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step and no new
-   policy version, and the batch is counted as skipped.
+2. The cost of producing the batch is charged to the ledger. Then the journal records which groups are in the batch.
+   Truncated completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step
+   and no new policy version, and the batch is counted as skipped.
 3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
-   taken and sent if the gate releases that batch for the next version (`overlap`). Step 2 of the next batch still
-   comes after this step.
-4. The weights are published, the ledger is charged, the step recorded.
+   taken and sent if the gate releases that batch for the next version (`overlap`). The next batch is charged and
+   journaled only after this optimizer step.
+4. The weights are sent to the engines, the step's device time is charged to the ledger, and metrics are recorded.
 5. Every validation.every_steps a validation starts, every evaluation.every_steps an evaluation (`measure`).
 6. New groups may start at the new version. Every checkpoint.every_steps a checkpoint is written.
 
-Differences between schedules, after a batch:
+Work after a batch, by rollouts.schedule (every batch with rollouts.deterministic is treated as the end of a phase):
 
-| | within a phase of ppo_off_policy | end of a phase, and rollouts.deterministic | pipeline |
+| | ppo_off_policy, within a phase | ppo_off_policy, end of a phase | pipeline |
 |---|---|---|---|
 | publish, measure | - | yes | yes |
 | new groups start | at once, at the old version | after the validation | at once, during the validation |
 
 A weight update (`_publish`): a validation on all engines is awaited first, because a validation measures one policy
-version; a validation on a held engine delays nothing. Then every engine pauses between two tokens, keeps all
-requests, receives the weights, reports a digest and resumes (`weight_sync`). Every weights.probe_every steps
-log-probs of trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the
-next update, or gets the weights earlier (`overlap`).
+version. A validation on one held engine (`measure`) does not delay the update. Then every engine pauses between two
+tokens, keeps all requests, receives the weights, reports a digest and resumes (`weight_sync`). Every
+weights.probe_every steps log-probs of trainer and engines are compared (`probe`). An engine that starts again during
+an update gets the weights in the next update, or while the trainer waits (`overlap`).
 
 A checkpoint (`saver`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
@@ -39,7 +39,7 @@ A restart (`_replay`): the journal's batches after the checkpoint are trained ag
 same order, before anything new is generated. Groups that were in flight are issued again under the same ids.
 
 A request to save and exit (`processes.signals`) lets a step, a checkpoint and the weights of an engine that joins be
-finished, and cancels everything else (`_leave`). The launcher ends the processes (`launch.launcher`).
+finished, cancels all further work and saves (`_leave`). The launcher then ends the processes (`launch.launcher`).
 """
 
 import asyncio
@@ -97,14 +97,14 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the controller frees the history after the replay. sinks: receivers of every record."""
+        """resumed: `history` is freed after the replay. sinks: receivers of the metrics of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
         self._prompts = prompts.training
         start = resumed.start
         history = resumed.history
-        self._empty: list[str] = []  # for each batch since the last step, the reason why no sample was left
+        self._empty: list[str] = []  # why the filters left no sample, for each batch since the last step
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -161,7 +161,7 @@ class Controller:
         # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()  # before the stream starts: curriculum and gate then have the state at the journal's end
+        await self._replay()  # replayed first, so that the stream begins at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -170,12 +170,12 @@ class Controller:
 
         Consumes: one batch of groups per iteration from the rollout stream.
         Waits for: the stream, the trainer's step, the validation in progress, the weight update, a checkpoint.
-        Unblocked by: group tasks that finish (the gate guarantees that these groups suffice), the trainer's answer,
-        the engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.until_failure`).
+        Unblocked by: group tasks that finish (the gate holds back no group that the next batch needs), the trainer's
+        answer, the engines' answers. If a process exits or hangs, `launcher.until_failure` cancels the loop.
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._overlap.next_batch()  # waits for the gate, which bounds the staleness
+            groups = await self._overlap.next_batch()  # waits until the gate releases a batch
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
@@ -195,7 +195,10 @@ class Controller:
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _record(self, groups: Sequence[RolloutGroup]) -> None:
-        """Charge a batch, then journal it: a batch in the journal must not lack the charge for producing it."""
+        """Charge the production of a batch to the ledger, then journal the batch.
+
+        In this order, a crash in between leaves no batch in the journal without a charge.
+        """
         state = self._state
         self._meter.charge_produce(state.batches)
         await self._journal.batch(
@@ -214,7 +217,8 @@ class Controller:
         one_by_one = self._recipe.rollouts.one_by_one
         if not one_by_one:
             await self._stream.trained(self._state.served)
-        # while a checkpoint is written, the engines generate, or, with rollouts.one_by_one, validate
+        # The engines go on during a checkpoint: with new groups, or with a validation that new groups wait for
+        # (rollouts.one_by_one).
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
         if one_by_one:
@@ -222,8 +226,8 @@ class Controller:
             await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
-        await self._saver.commit(wait=False)  # here, since the trainer is idle
-        batch = await self._overlap.send(groups)  # applies filters, advantages and assignment first
+        await self._saver.commit(wait=False)  # a checkpoint is committed only between two steps
+        batch = await self._overlap.send(groups)  # after filters, advantages and the assignment to ranks
         await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, batch.plan.trained)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
@@ -232,18 +236,19 @@ class Controller:
         report = None
         if batch.step is not None:
             await self._scorer.record(batch.step, groups)
-            report = await self._overlap.step(batch.step)  # meanwhile: next batch sent, joining engines served
+            report = await self._overlap.step(batch.step)  # meanwhile the next batch is sent
             self._sync.trained(report)
             self._state.step = report.policy_version
             record["send_seconds"] = self._overlap.send_seconds
         if self._phase_over:
-            record |= await self._publish()  # pause, send, label, verify, resume, probe
+            record |= await self._publish()  # sends the weights to the engines and probes the engines
         self._note(record | self._charge(), report, batch.plan.stats)
         if self._phase_over:
             self._measurements.begin()
 
     def _note(self, record: dict[str, Any], report: StepReport | None, stats: Mapping[str, float]) -> None:
-        """Record and show a batch. report: the batch's step; None without a step. stats: counts of the filters."""
+        """Write a batch to the metrics and the console. report: the trainer's report of the optimizer step on the
+        batch; None without a step. stats: counts of the filters."""
         step = self._state.step
         if report is None:
             self._empty.append(empty_reason(stats))
@@ -261,13 +266,13 @@ class Controller:
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
-        """Update every engine to the trainer's weights, if these are new; returns metrics for the batch's record.
+        """Send new weights of the trainer, if any, to every engine; returns metrics for the batch's record.
 
-        The probe follows every weights.probe_every-th step, or the first update after that step.
+        The first update at or after each multiple of weights.probe_every steps probes every engine.
         """
         state = self._state
         served_version = self._state.served
-        # A batch without samples after the filters has made no version.
+        # If the filters left no sample, the batch has made no new version.
         if state.step == served_version:
             return {}
         pinned = await self._measurements.unpin()
@@ -302,12 +307,12 @@ class Controller:
         stream is not started yet, so nothing is generated.
         """
         history = self._resumed.history
-        self._resumed.history = NO_HISTORY  # the caller keeps `resumed` as long as the attempt lasts
+        self._resumed.history = NO_HISTORY  # frees the history, since the caller keeps `resumed`
         replay_draws(self._curriculum, history)
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
             self._meter.charge_replay()
-        # finished groups that are in no batch wait for the gate again
+        # Finished groups that no batch has used yet go back to the stream's gate.
         ready = await asyncio.to_thread(read_groups, self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
@@ -317,14 +322,17 @@ class Controller:
         self._stream.restore(list(ready.values()), unfinished, self._state.batches)
 
     async def _leave(self) -> None:
-        """Save the steps since the last checkpoint. Groups in flight are generated again after a restart."""
+        """End a run that was asked to save and exit: cancel generation and measurements, and save a checkpoint.
+
+        A restart generates the groups in flight again.
+        """
         await self._stream.close()
         await self._measurements.close()
         await self._saver.save_last(self._state.step, self._state.batches)
         logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
-        """Make the last validation, checkpoint and charge, and record the end. final, gave_up: as `RunFolder.end`."""
+        """End the run: last measurements, checkpoint and charge. final, gave_up: see `RunFolder.end`."""
         await self._stream.close()
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():
@@ -335,9 +343,9 @@ class Controller:
 
 
 def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
-    """Raises RuntimeError if completions end by themselves (uncut), and none has an answer after the thinking.
+    """Raises RuntimeError if all completions that ended by themselves lack an answer after the thinking.
 
-    think_end: the closing tag; without a tag, the whole completion is the answer.
+    think_end: the tag that closes the thinking. If empty, the whole completion is the answer and nothing is checked.
     """
     reasons = [
         score.reason

@@ -5,24 +5,24 @@ Waits for: every completion and its score, and for a serving engine (`evaluation
 Unblocked by: the engines and the verifier. A measurement must not wait for the trainer: either one engine is held at
 the policy version, or the next weight update waits for the measurement, which keeps the version fixed on all engines.
 
-If a second engine serves, one engine is held at the version and nothing waits: trainer and other engines go on.
+If at least two engines serve, one engine is held at the version. Trainer and other engines go on without waiting.
 
     start of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
     end of the last use      the engine is stale, and gets the weights in the next update, or while the trainer waits
 
-Both measurements of one version share the engine. A held engine that is evicted is not replaced: by then the trainer
-may have left the version. The measurement is then lost, and a later version is measured instead.
+A validation and an evaluation of one version share the held engine. A held engine that is evicted is not replaced,
+since the trainer may have a later version by then. The measurement is lost, and a later version is measured instead.
 
-With one engine, or with validation.engine: all, the next weight update waits for the validation. The trainer may
-leave the version meanwhile. From then on an engine that is started again cannot get the version, and the eviction of
-the last engine at the version ends the validation: VersionLost.
+With one engine, or with validation.engine: all, the next weight update waits for the validation. The trainer may make
+a step meanwhile. After this step an engine that is started again cannot get the measured version. If all engines with
+the version are evicted, the validation fails with VersionLost.
 
 The life of a measurement:
 
-    due       the step is a multiple of every_steps, or a multiple was passed; no record, and nothing in progress
+    due       a multiple of every_steps is reached or passed without a record, and no measurement is in progress
     begin     holds an engine, or takes all engines; `_run` completes the requests in a task
     collect   drops a finished task, and raises the task's failure; `end` waits for the task first
-    close     cancels the task; recorded completions stay, and a restart goes on with them
+    close     cancels the task; a restart goes on with an evaluation's recorded completions
 """
 
 import asyncio
@@ -49,15 +49,15 @@ from megatron_scalerl.rollouts.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
-"""Number of attempts at the run's last evaluation, not counting an evaluation in progress at the training's end."""
+"""Number of attempts at an evaluation that is due at the end of the run."""
 
 WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
-"""A function that waits for work. Meanwhile engines that join get the trainer's weights
+"""A function that waits for an awaitable and meanwhile sends the trainer's weights to engines that join
 (`overlap.Overlap.while_waiting`)."""
 
 
 class VersionLost(RuntimeError):
-    """No engine holds the policy version of a validation any more, and the trainer has already left the version."""
+    """All engines with the policy version of a validation were evicted, and the trainer has a later version."""
 
 
 class HeldEngine:
@@ -73,16 +73,16 @@ class HeldEngine:
         """Version -> the held engine, once for each measurement that uses the engine."""
 
     def hold(self, version: int, purpose: Purpose, *, least_serving: int = 2) -> EngineClient | None:
-        """Hold an engine at `version`, which all serving engines have now. Each call needs a `release`.
+        """Hold an engine at `version`, which all serving engines have now. The caller must call `release` afterwards.
 
-        The engine with the fewest requests in flight is held. None if fewer than `least_serving` engines serve, or
-        if the engine of this version was evicted.
+        The engine with the fewest requests in flight is held. Returns None if fewer than `least_serving` engines
+        serve, or if the engine that was held at this version was evicted.
         """
         users = self._users.get(version, [])
         if users:
             engine = users[0]
             if engine not in self._engines.held:
-                # The engine was evicted, and every other engine may have a later version by now.
+                # The held engine was evicted, and all remaining engines may have a later version by now.
                 return None
         else:
             serving = self._engines.serving
@@ -118,7 +118,7 @@ class Measurement:
         meter: Meter,
         rounds: Rounds | None = None,
     ):
-        """rounds: the rounds in which engines take requests with rollouts.deterministic; else None."""
+        """rounds: sends requests in rounds; None without rollouts.deterministic."""
         self._prompts = prompts
         self._engines = engines
         self._holder = holder
@@ -141,7 +141,7 @@ class Measurement:
         return self.in_progress and self.engine is not None
 
     def due(self, step: int) -> bool:
-        """True if `step` is a multiple of every_steps, or if a multiple since the newest record was passed.
+        """True if `step` has reached a multiple of every_steps after the newest recorded measurement.
 
         False while a measurement is in progress. Raises the failure of the previous measurement.
         """
@@ -154,8 +154,9 @@ class Measurement:
     def begin(self, state: RunState, *, hold: bool = True, least_serving: int = 2, last: bool = False) -> bool:
         """Start a measurement of the version that the engines hold.
 
-        False if the measurement stays due because no engine can be held. hold: a held engine generates, else all
-        engines. least_serving: as for `HeldEngine.hold`. last: the run ends with this measurement.
+        Returns False if the measurement has to wait for an engine that can be held, and so stays due. hold: True to
+        generate on one held engine if possible, False to generate on all engines. least_serving: see
+        `HeldEngine.hold`. last: True at the end of the run.
         """
         assert self._task is None
         step = state.step
@@ -163,8 +164,8 @@ class Measurement:
         self.engine = None
         if hold:
             self.engine = self._holder.hold(step, purpose, least_serving=least_serving)
-            # A held engine serves again later, so the measurement stays due: measuring on all engines would delay the
-            # next update.
+            # Another engine is held now and serves again later. The measurement waits until then, because a
+            # measurement on all engines would delay the next weight update.
             if self.engine is None and (self._engines.held or not self._prompts.on_all):
                 return False
         logger.info("%s of policy version %d begins", purpose, step)
@@ -221,13 +222,15 @@ class Measurement:
             await asyncio.wait({work, no_engine_left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             no_engine_left.cancel()
-        # Every engine that joins now could only get a later version.
+        # An engine that joins from now on could only get the trainer's later version.
         if not work.done():
-            raise VersionLost(f"{work.get_name()}: every engine with this policy version was evicted")
+            raise VersionLost(
+                f"{work.get_name()}: every engine with this policy version was evicted, so no result is possible"
+            )
         await work
 
     async def close(self) -> None:
-        """Cancel the measurement in progress, if any; recorded completions stay."""
+        """Cancel the measurement in progress, if any; completions that are on disk stay."""
         if self._task is not None:
             await cancelled(self._task)
         await self._prompts.close()
@@ -258,7 +261,7 @@ class Measurements:
         self._engines = engines
         self._metrics = metrics
         self._meter = meter
-        # Both measurements have one holder, so that they share an engine.
+        # Validations and evaluations have one holder, so that both can use one held engine.
         holder = HeldEngine(engines, meter)
         usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
         held_out = HeldOut(recipe, usable, sampler, metrics, progress)
@@ -273,10 +276,10 @@ class Measurements:
     def begin(self, *, while_training: bool = True) -> bool:
         """Start the due measurements of the version that the engines hold; True if a validation starts.
 
-        while_training: the training goes on meanwhile.
+        while_training: False if the trainer waits for the validation, which then runs on all engines.
         """
         step = self._state.step
-        # The evaluation comes first: the validation then shares the held engine, or runs on all other engines.
+        # The evaluation starts first and holds an engine, which a validation on a held engine can then share.
         if self._evaluations is not None and self._evaluations.due(step):
             self._evaluations.begin(self._state)
         hold = while_training and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
@@ -285,16 +288,16 @@ class Measurements:
         return validation_begins
 
     async def unpin(self) -> float:
-        """Wait for a validation on all engines, before the engines get a new version; returns the seconds waited.
+        """Wait for a validation on all engines, before a weight update; returns the seconds waited.
 
-        Raises VersionLost if no engine is left: the trainer holds a later version already.
+        Raises VersionLost if all engines are evicted: the trainer has a later version, which new engines would get.
         """
         if self._validations.on_held_engine:
             return 0.0
         return await self._validations.end(self._validations.unless_lost)
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
-        """Wait for the validation on all engines, if `begin` has started a validation there, and charge the time."""
+        """If `begin` has started a validation on all engines, wait for the validation and charge the time."""
         if not self._validations.on_held_engine:
             await self._validations.end(while_waiting)
         if self._on_all:
@@ -302,9 +305,9 @@ class Measurements:
             self._meter.charge_validation()
 
     async def finish(self, while_waiting: WhileWaiting, publish: Callable[[], Awaitable[object]]) -> None:
-        """End the run's measurements: measurements in progress, the last validation, and an evaluation if due.
+        """At the run's end: wait for measurements in progress, and make the last validation and a due evaluation.
 
-        publish: gives the engines the trainer's version.
+        publish: sends the trainer's weights to the engines.
         """
         step = self._state.step
         validations = self._validations
@@ -314,7 +317,7 @@ class Measurements:
             self._meter.charge_waiting("validation")
         await validations.end(while_waiting)
         if self._recipe.validation.every_steps and not self._metrics.has_validation(step):
-            # The run may end within a phase of ppo_off_policy: the engines then lack the steps of this phase.
+            # A run that ends within a phase of ppo_off_policy has not yet sent the phase's steps to the engines.
             if step > self._state.served:
                 await publish()
             validations.begin(self._state, hold=False, last=True)

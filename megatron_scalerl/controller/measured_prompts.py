@@ -1,20 +1,21 @@
-"""The measurements of a run, with records: validations on held-out prompts, and evaluations on files.
+"""The measurements of a run and their records: validations on held-out prompts, and evaluations on files.
 
 A validation is mean@k on the held-out prompts, with one policy version. Interruption, sampling and verifier are the
 same as in training. Every validation has the same prompts, so that the prompts' difficulty is no noise of the curve.
-Seeds and interruption points are drawn anew (validation.fresh_seeds): with common seeds, close validations err
-together, and no curve averages this error away. Fresh seeds depend on validation.seed and the step alone, so that
-compared runs share all seeds. A truncated completion counts as wrong.
+Seeds and interruption points are drawn anew for each validation (validation.fresh_seeds): with equal seeds, the
+errors of successive validations would be alike, and a fitted curve could not average the errors out. Fresh seeds
+depend on validation.seed and the step alone, so that compared runs have equal seeds. A truncated completion counts as
+wrong.
 (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
 
     RUN/validation.jsonl           a row for each validation (`metrics`), to which the forecast is fitted
     RUN/evaluations/step-000100/   every completion of an evaluation, then the summary (`evaluation.results`)
-    RUN/evaluation.jsonl           a row for each file of each evaluation; a row with `lost` for a lost evaluation
+    RUN/evaluation.jsonl           a row for each file of each evaluation; a row with the reason of each loss
 
-Every completion of an evaluation has tokens of the step's version alone, and the header names the digest of the
-weights. Finished completions survive a crash. If a restart comes to the same step again, with the same digest, the
-evaluation goes on with these completions; if the restart begins after the step, a row says that the evaluation is
-lost. A recorded evaluation is never made again.
+In an evaluation, one policy version generates all tokens. The header of the evaluation's result file has the digest
+of the version's weights. Finished completions survive a crash: if a restart makes the step again and gets equal
+weights, the evaluation continues after the finished completions. If a restart begins after the step, the evaluation
+is recorded as lost. A recorded evaluation is never made again.
 """
 
 import asyncio
@@ -56,15 +57,16 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 logger = logging.getLogger(__name__)
 
 CONFIRMED_NUMBERS = 0.95
-"""A validation warns if a second judge confirms a smaller share of the correct answers. For references of which more
-than half are numbers."""
+"""Least share of the correct answers that a second judge has to confirm if more than half of the references are
+numbers. Below this share a validation warns."""
 CONFIRMED_FALL = 0.05
-"""A validation warns if the confirmed share is lower than in the first validation by more than this. For references
-of which at most half are numbers."""
+"""Largest fall of the confirmed share since the first validation if at most half of the references are numbers. After
+a larger fall a validation warns."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Name of an evaluation's folder; a folder that was moved away, because the evaluation began anew, has a suffix."""
+"""Name of an evaluation's folder. A folder that was moved away before the evaluation began anew has a suffix and does
+not match."""
 
 
 @record
@@ -75,7 +77,7 @@ class PinnedVersion:
     digest: str
     """Digest of the weights that the engines hold."""
     axis: dict[str, Any]
-    """`compute`, `compute_total` and the `unit` of both at the step (`ledger`)."""
+    """`compute` and `compute_total`: device-hours of the run at the step; `unit`: the unit of both (`ledger`)."""
     last: bool = False
     """True for the last measurement of the run."""
 
@@ -101,7 +103,7 @@ class HeldOut:
         self.every_steps = self._section.every_steps
 
     def newest(self, step: int) -> int:
-        """The newest recorded step up to `step`; -1 without a record. A restart may have dropped the record."""
+        """The newest step up to `step` with a recorded validation; -1 without a record."""
         return self._metrics.last_validation(step)
 
     async def measure(self, version: PinnedVersion, completer: Completer) -> None:
@@ -113,10 +115,10 @@ class HeldOut:
         self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {version.step}")
 
     async def validate(self, version: PinnedVersion, completer: Completer) -> tuple[PassRate, Outcomes]:
-        """(the pass rate of a policy version, [prompts][generations] the outcomes of the completions).
+        """Returns (the pass rate of a policy version, the outcomes of the completions [prompts][generations]).
 
-        The first completions of a prompt have the same seeds for every number of generations. Raises RuntimeError if
-        all completions of a prompt are lost.
+        A larger number of generations only adds seeds: the seeds of a prompt's first completions do not change.
+        Raises RuntimeError if all completions of a prompt are lost.
         """
         section = self._section
         step = version.step
@@ -124,7 +126,7 @@ class HeldOut:
         if version.last or step in (0, self._recipe.steps):
             generations = section.end_generations or generations
         seed = section.seed
-        if section.fresh_seeds:  # common seeds would make the errors of two validations alike
+        if section.fresh_seeds:  # equal seeds would make the errors of two validations alike
             seed += step
         rows: list[list[ScoredCompletion | None]] = [[None] * generations for _ in self._prompts]
 
@@ -143,7 +145,7 @@ class HeldOut:
             for index in range(generations)
         ]
         await completer.complete_all(requests, finished)
-        # a prompt without a completion would change the set of prompts, and so the curve
+        # Without this prompt, the pass rate would be of another set of prompts than earlier pass rates of the curve.
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
                 raise RuntimeError(
@@ -175,9 +177,9 @@ class HeldOut:
         return pass_rate, outcomes
 
     def _audited(self, completions: Sequence[ScoredCompletion]) -> tuple[float | None, float | None]:
-        """(share of the correct answers that the second judge confirms, least share without a warning), or Nones.
+        """Returns the share of correct answers that the second judge confirms, and the least share without a warning.
 
-        The warning quotes two unconfirmed answers.
+        Returns (None, None) if the second judge gave no verdict. The warning quotes two unconfirmed answers.
         """
         verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
         if not verdicts:
@@ -201,7 +203,7 @@ class HeldOut:
         return share, least_share
 
     def lose(self, step: int, reason: str) -> None:
-        """Log that a validation is lost, because no engine holds the validated version any more."""
+        """Log that a validation is lost. reason: why no engine can complete the validation."""
         logger.warning(
             "the validation of version %d is lost, and a later version is validated instead: %s", step, reason
         )
@@ -212,7 +214,7 @@ class HeldOut:
             await asyncio.gather(self._forecast, return_exceptions=True)
 
     async def _look_ahead(self) -> None:
-        """Forecast the run's end and show the forecast. A fit that fails is logged, and does not end the run."""
+        """Forecast the pass rate at the run's end. A failed fit is logged and does not end the run."""
         try:
             forecast = await asyncio.to_thread(
                 outlook,
@@ -221,14 +223,14 @@ class HeldOut:
                 fit_from_steps=self._recipe.forecast.fit_from_steps,
             )
         except (ValueError, ArithmeticError, RuntimeError, OSError, MemoryError) as error:
-            logger.warning("no forecast can be made: %s: %s", type(error).__name__, error)
+            logger.warning("the run goes on without a forecast, which failed: %s: %s", type(error).__name__, error)
             return
         if forecast is not None:
             self._progress.outlook(forecast)
 
 
 def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:
-    """The pass rate of each task; empty for prompts of one task."""
+    """The pass rate of each task; empty without prompts.tasks in the recipe."""
     rates: dict[str, list[float]] = {}
     for prompt, pass_rate in zip(prompts, by_prompt):
         if prompt.task:
@@ -237,7 +239,7 @@ def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str,
 
 
 def _entropy(completions: Sequence[Completion]) -> float:
-    """Minus the mean log-probability (nats) of all sampled tokens; NaN without a sampled token."""
+    """Estimated entropy: minus the mean log-probability (nats) of all sampled tokens; NaN without a sampled token."""
     sampled = sum(c.sampled_tokens for c in completions)
     if not sampled:
         return math.nan
@@ -249,7 +251,7 @@ class EvaluationFiles:
 
     purpose: ClassVar[Purpose] = "evaluation"
     on_all: ClassVar[bool] = False
-    """False: an evaluation stays due until an engine can be held, since nothing waits for an evaluation."""
+    """False: an evaluation never runs on all engines, and stays due until an engine can be held."""
 
     def __init__(
         self, recipe: Recipe, files: EvaluationInputs, folder: RunFolder, start: ResumePoint, sampler: Sampler
@@ -261,7 +263,7 @@ class EvaluationFiles:
         self._folder = folder.path
         self._run_id = folder.attempt.run_id
         self._unfinished: set[int] = set()
-        """Steps of unfinished evaluations of earlier attempts that this attempt may come to again."""
+        """Steps at which an earlier attempt left an evaluation unfinished, and which this attempt may reach again."""
         self.every_steps = self._section.every_steps
         self._record = JsonlWriter(self._folder / RECORD)
         rows = read_jsonl(self._folder / RECORD)
@@ -269,9 +271,10 @@ class EvaluationFiles:
         self._note_unfinished(start.step, {(row["step"], row.get("file")) for row in rows})
 
     def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
-        """Record evaluations of earlier attempts: finished evaluations, and losses of evaluations that cannot go on.
+        """Complete the record of earlier attempts' evaluations.
 
-        recorded: step and file of each row; the file is None for a loss.
+        Missing rows of finished evaluations are added. Unfinished evaluations before `start_step` are recorded as
+        lost. recorded: (step, file) of each row; the file is None in the row of a lost evaluation.
         """
         recorded_steps = {step for step, _ in recorded}
         for path in sorted((self._folder / FOLDER).glob("step-*")):
@@ -281,7 +284,7 @@ class EvaluationFiles:
             step = int(match[1])
             if (path / SUMMARY).exists():
                 rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
-                # a power loss may leave a part of an evaluation's rows
+                # A power loss may have removed some of the evaluation's rows.
                 missing_rows = [row for row in rows if (step, row["file"]) not in recorded]
                 if missing_rows:
                     self._append(step, missing_rows)
@@ -297,7 +300,10 @@ class EvaluationFiles:
         return self._last_step
 
     async def measure(self, version: PinnedVersion, completer: Completer) -> None:
-        """Complete every file, or the rest of an unfinished evaluation, and record the result. Raises ProblemLost."""
+        """Complete every problem of the files that has no result yet, and record the results.
+
+        Raises ProblemLost if all completions of a problem are lost.
+        """
         section = self._section
         with self._result(version) as result:
             await self._files.complete(
@@ -307,7 +313,7 @@ class EvaluationFiles:
         self._append(version.step, rows)
 
     def _result(self, version: PinnedVersion) -> ResultFile:
-        """The result of a step. A damaged result, or a result of other weights or settings, is moved away."""
+        """Open the result file of a step. A file that is damaged or has another header is moved away first."""
         section = self._section
         step = version.step
         path = self._folder / FOLDER / f"step-{step:06d}"
@@ -323,7 +329,7 @@ class EvaluationFiles:
             return ResultFile(path, header)
 
     def _finish(self, version: PinnedVersion, result: ResultFile) -> list[dict[str, Any]]:
-        """Write the summary; returns the rows of RECORD."""
+        """Write the evaluation's summary; returns the rows for RUN/evaluation.jsonl, one for each file."""
         files = self._files
         completed = cells(result.rows.values(), files.keys(self._section.generations))
         summaries = summaries_of(completed, files.files, files.contaminations, k=self._section.generations)
@@ -343,7 +349,7 @@ class EvaluationFiles:
         self._record.sync()
         self._last_step = max(self._last_step, step)
         self._unfinished.discard(step)
-        # The multiples of every_steps that this evaluation has passed are never due again.
+        # Unfinished evaluations at earlier multiples of every_steps are never due again, and so are lost.
         passed_steps = sorted(
             s for s in self._unfinished if s // self.every_steps <= self._last_step // self.every_steps
         )
@@ -352,7 +358,7 @@ class EvaluationFiles:
             self.lose(passed_step, f"the run was stopped, and version {step} was evaluated instead")
 
     def lose(self, step: int, reason: str) -> None:
-        """Record that the evaluation of a step is lost; an evaluation of a later version is due at once."""
+        """Record that the evaluation of a step is lost. An evaluation of the next version is then due."""
         logger.warning("the evaluation of version %d is lost: %s", step, reason)
         self._record.append({"step": step, "lost": reason})
         self._record.sync()
@@ -384,7 +390,7 @@ def _row(summary: FileSummary, version: PinnedVersion) -> dict[str, Any]:
 
 
 def write_contamination(folder: Path, files: EvaluationInputs | None) -> None:
-    """Write RUN/contamination.json: the hits of training prompts on problems. Nothing without evaluation files."""
+    """Write RUN/contamination.json: the problems that occur in training prompts. Without files nothing is written."""
     if files is not None:
         compared = {file.path: asdict(files.contaminations[file.name]) for file in files.files}
         write_durably(folder / "contamination.json", msgspec.json.encode(compared), private=True)

@@ -1,17 +1,19 @@
-"""Measures the windows between two charges and splits each window between the ledger's roles.
+"""Measures windows of time and splits the device time of each window between the ledger's roles. A window lasts from
+one charge to the next.
 
 A batch has two windows: `produce`, until the batch is composed, and `train`, for the optimizer step and the weight
 update. In each window the devices of trainer and engines are charged for the whole time. If a validation ran in the
 window, engine time is split between `validation` and `engine` in proportion to the tokens generated for each; trainer
 time counts as `validation` while the trainer waits for the validation.
 
-The time of an engine that is held at a version (`measure`) is charged separately: to `validation`, `evaluation` and,
-for training completions in flight on the held engine, `engine`, in proportion to the tokens that the engine finished
-for each in the window; to the measurement if the engine finished no token. All other engines' time goes to training.
+The time of an engine that is held at a version (`measure`) is charged separately. This time is split between
+`validation`, `evaluation` and, for training completions still in flight on the engine, `engine`, in proportion to the
+tokens that the engine finished for each role in the window. Without a finished token, all of the time goes to the
+measurement.
 
-The life of a window: the window begins with the previous charge, counts tokens (`count_training`, `count_measured`),
-pinned seconds, held engines and joining or leaving devices, and ends in `_write`, which charges the window and clears
-all counts.
+The life of a window: the window begins with the previous charge; counts tokens (`count_training`, `count_measured`),
+seconds in which the trainer waits for a validation, time of held engines, and devices that join or leave; and ends in
+`_write`, which charges the window and clears all counts.
 """
 
 import asyncio
@@ -31,21 +33,21 @@ from megatron_scalerl.record import record
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats. A crash leaves at most this time uncharged."""
 Purpose = Literal["validation", "evaluation"]
-"""Kinds of measurements."""
+"""The kinds of measurements of a policy version."""
 
 
 @record
 class BatchTime:
-    """Time and tokens of a batch, summed over the batch's windows `produce` and `train`."""
+    """Wall time and tokens of a batch, summed over the batch's windows `produce` and `train`."""
 
     seconds: float = 0.0
     """Wall time (s)."""
     tokens: int = 0
-    """Tokens of completions that finished in the windows, validation included."""
+    """Tokens of completions that finished in the two windows, completions of measurements included."""
 
 
 class _Hold:
-    """A held engine, and the engine's tokens since the last charge."""
+    """The devices, time and tokens of a held engine since the last charge."""
 
     def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float):
         self.purpose = purpose
@@ -57,12 +59,13 @@ class _Hold:
         self._since = now
         self._received = self._engine.received_tokens
         self.measured: dict[Role, int] = {"validation": 0, "evaluation": 0}
-        """Tokens of finished completions."""
+        """Role -> tokens of the completions that finished for measurements."""
 
     def close(self, now: float) -> tuple[dict[Role, float], int]:
-        """(role -> device-seconds, number of finished tokens of training), both since the last call."""
+        """Returns (role -> device-seconds, number of finished training tokens), both since the last call."""
         seconds = self._devices * (now - self._since)
-        # A completion of a measurement may be received in one window and, after scoring, counted in the next window.
+        # A measurement's completion may be received in one window and counted, after scoring, in the next. The
+        # difference may then be negative.
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
         tokens = {**self.measured, "engine": training}
         total = sum(tokens.values())
@@ -73,7 +76,7 @@ class _Hold:
 
 
 class Meter:
-    """Charges all devices of the run to the ledger, window by window, from `since` on."""
+    """Charges all devices of the run to the ledger, window by window."""
 
     def __init__(
         self,
@@ -85,12 +88,12 @@ class Meter:
         lag: LoopLag | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """start: the checkpoint to resume from. since: the time, by the clock, from which on the devices are held:
-        the end of this process's previous attempt, for the first attempt the job's start. None: from now on. clock:
+        """start: the checkpoint to resume from. since: start of the first window, in seconds of `clock`: the end of
+        this process's previous attempt, or the job's start for the first attempt; None for now. clock: returns
         monotonic seconds."""
         self.ledger = ledger
         self.lag = lag or LoopLag()
-        """Lag of the event loop since the last batch."""
+        """Measures the largest lag of the event loop in each batch."""
         self._clock = clock
         self._since = clock() if since is None else since
         self._batch = BatchTime()
@@ -132,18 +135,18 @@ class Meter:
         return (self._engine_seconds + self._engine * (now - self._engine_since)) / (now - self._since)
 
     def hold_engine_devices(self, count: float) -> None:
-        """From now on, the engines hold `count` devices: an engine joined, or a host left the run for good."""
+        """Note that the engines hold `count` devices from now on, after an engine joined or a host left for good."""
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
         self._engine = count
         self._engine_since = now
 
     def hold(self, engine: EngineClient, devices: float, purpose: Purpose) -> None:
-        """From now on, this engine is held for measurements, first for `purpose`."""
+        """Note that this engine is held for measurements from now on, first for `purpose`."""
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 
     def release(self, engine: EngineClient) -> None:
-        """From now on, this engine is held no longer, and is charged like all engines."""
+        """Note that the engine is no longer held, and charge the engine like all serving engines from now on."""
         self._close_holds()
         del self._holds[engine]
 
@@ -173,7 +176,7 @@ class Meter:
         self._charge_all("startup", "startup")
 
     def charge_produce(self, batch: int) -> None:
-        """Charge the production of batch number `batch`. The charge is on disk when this returns."""
+        """Charge the production of batch number `batch`, and sync the ledger to disk."""
         self._batches = batch + 1
         self._split("produce")
         self.ledger.sync()
@@ -181,7 +184,7 @@ class Meter:
     def charge_train(self, batch: int, step: int) -> BatchTime:
         """Charge the training of batch number `batch`, after which the policy is at `step`; returns time and tokens.
 
-        A window that repeats work charged in an earlier attempt is `lost`.
+        If an earlier attempt has charged the same batch, the window is charged as `lost`.
         """
         self._batches = batch + 1
         self._step = step
@@ -198,11 +201,11 @@ class Meter:
         self._charge_all("replay", "lost")
 
     def charge_validation(self) -> None:
-        """Charge a validation with nothing else in progress."""
+        """Charge a window of no batch: a validation that new groups wait for, or the work at the end of the run."""
         self._split("validate")
 
     def charge_waiting(self, purpose: Purpose) -> None:
-        """Charge the time after the training in which the run waited for a measurement on a held engine."""
+        """After the last step, charge all devices to a measurement on a held engine that the run waited for."""
         self._charge_all("validate", purpose)
 
     def charge_crash(self) -> None:
@@ -216,7 +219,8 @@ class Meter:
         most HEARTBEAT_S uncharged.
         """
         while True:
-            # A full disk may recover, so a heartbeat may fail; a charge that cannot be written raises.
+            # A failed heartbeat does not end the run, since space on a full disk may become free before the next
+            # charge.
             with contextlib.suppress(OSError):
                 self.ledger.heartbeat(
                     batch=self._batches,
@@ -238,7 +242,7 @@ class Meter:
         if seconds > 0:
             on_held = {role: device_seconds / seconds for role, device_seconds in self._held_seconds.items()}
             pinned = self._trainer * min(1.0, self.pinned_seconds / seconds)
-        # All engines that are not held share the window's tokens without the tokens of held engines.
+        # Engines that are not held are charged by the tokens that held engines did not generate.
         engine = max(0.0, self._engine_devices - sum(on_held.values()))
         training = max(0, self._training_tokens - self._held_training_tokens)
         validating = engine * self._validation_tokens / max(1, training + self._validation_tokens)
@@ -248,30 +252,31 @@ class Meter:
             ("teacher", self._teacher),
         ]
         devices = [charge for charge in devices if charge[1]]
-        # The trainer's charge comes last and marks the window as complete (`ledger`).
+        # The trainer's charge comes last, so that a ledger with this charge has the complete window.
         devices += [("engine", engine - validating + on_held.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 
     def _write(self, phase: Phase, seconds: float, devices: list[tuple[Role, float]]) -> None:
-        # A window that is charged as a whole also ends for held engines.
+        # `_charge_all` calls this without `_split`, so the counts of held engines are closed here, too.
         self._close_holds()
         self.ledger.charge(batch=self._batches, step=self._step, phase=phase, seconds=seconds, devices=devices)
         if phase in ("produce", "train", "replay"):
             tokens = self._training_tokens + self._validation_tokens + self._held_measured_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
-        # The clock's present time is not used, so that no time between two windows is left uncharged.
+        # The next window begins exactly where this window ended, not at the present time, so no time is left
+        # uncharged.
         self._since += seconds
         self._clear()
 
 
 @contextlib.asynccontextmanager
 async def metering(meter: Meter) -> AsyncIterator[None]:
-    """A block with heartbeats. If the block raises, the current window is charged as lost."""
+    """Write heartbeats to the ledger during the block. If the block raises, charge the current window as lost."""
     heartbeats = asyncio.create_task(meter.beat(), name="heartbeat")
     try:
         yield
     except BaseException:
-        # The error may be a full disk. The caller then gets the error that ended the block.
+        # If the charge also fails, for example on a full disk, the caller gets the error that ended the block.
         with contextlib.suppress(OSError):
             meter.charge_crash()
         raise

@@ -3,9 +3,10 @@
 A step record has the metrics of one batch of groups before filtering (rewards, lengths, staleness, shares) and of the
 optimizer step on the batch.
 
-The noise of a pass rate is the noise of the completions given the prompts: the variance within prompts. With
-validation.fresh_seeds off, the same completion of two validations has the same random numbers, and the noise of both
-validations is correlated. Only single outcomes show this correlation; RUN/validation_by_prompt.jsonl records them.
+The noise of a pass rate comes from sampling completions for fixed prompts: the variance within prompts. Without
+validation.fresh_seeds, completion i of a prompt has equal random numbers in all validations, so the noise of two
+validations is correlated. The correlation shows only in outcomes of single completions, which
+RUN/validation_by_prompt.jsonl records.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ class Sink(Protocol):
     """A receiver of the numbers of every record, such as TensorBoard."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a batch that ended at `step`. The names of a validation's numbers begin with
+        """Take the numbers of a batch, or of a validation, at `step`. The names of a validation's numbers begin with
         `validation/`."""
 
     def close(self) -> None:
@@ -53,7 +54,7 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Event files in RUN/tensorboard, rewritten from the records at every start.
 
-    So the files never have a record that a restart drops. The first event resets a TensorBoard that is watching.
+    So a step that a restart repeats occurs once in the files. The first event resets a TensorBoard that is open.
     """
 
     def __init__(self, run_dir: Path):
@@ -81,9 +82,9 @@ class TensorBoardSink:
 class WandbSink:
     """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
-    The axis is the column `step`, because W&B's native step drops a record of an earlier step, such as a validation
-    that ends during later optimizer steps. W&B also never deletes a record: after a restart the first record of a
-    repeated step stays, and the second record is not sent.
+    The x axis is the column `step`. W&B's own step would drop records that arrive late, such as a validation that
+    ends during later optimizer steps. W&B never deletes a record, so after a restart the first record of a repeated
+    step stays, and the second record is not sent.
     """
 
     def __init__(self, run_dir: Path, name: str, *, last_step: int):
@@ -105,16 +106,17 @@ class WandbSink:
 
 
 class Metrics:
-    """Writes step records and validations. On opening, step records that a restart will repeat are dropped.
+    """Writes step records and validations. On opening, drops step records after the checkpoint.
 
-    Validations are kept, and stay valid: earlier batches are trained again with the same rollouts.
+    Validations after the checkpoint are kept: a restart trains the same batches with the same rollouts again, so that
+    the recorded versions come back.
     """
 
     def __init__(
         self, run_dir: Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
     ):
-        """step, batches: counts at the checkpoint to resume from. last_step: newest step in the journal. sinks:
-        further sinks, which get the records of this attempt."""
+        """step, batches: optimizer steps and batches at the checkpoint to resume from. last_step: newest step in the
+        journal. sinks: sinks besides TensorBoard and W&B, which get the records of this attempt."""
         steps = run_dir / "metrics.jsonl"
         validations = run_dir / "validation.jsonl"
         by_prompt = run_dir / "validation_by_prompt.jsonl"
@@ -124,8 +126,8 @@ class Metrics:
         rows = sorted((r for r in validation_rows if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
         self._validated_steps = {row["step"] for row in rows}
-        # The file by_prompt is written first: a crash between the two writes leaves a by_prompt row without a
-        # validation.
+        # validation_by_prompt.jsonl is written before validation.jsonl. After a crash in between, the last row has no
+        # validation and is dropped.
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated_steps])
         self._steps = JsonlWriter(steps)
         self._validations = JsonlWriter(validations)
@@ -151,8 +153,8 @@ class Metrics:
     def validation(self, result: PassRate, by_prompt: Sequence[float], outcomes: str = "") -> None:
         """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
-        outcomes: the outcome of every completion, in the format of `text`. Both rows are on the disk at return,
-        because a validation is expensive and a restart does not repeat the validation.
+        outcomes: the outcome of every completion, as `text` returns. Both rows are synced to disk before this
+        function returns, because a validation is expensive and a restart does not repeat a recorded validation.
         """
         row = validation_row(result)
         is_last = result.step >= max(self._validated_steps, default=-1)
@@ -200,7 +202,7 @@ class Metrics:
 
 
 def _in_order(file: JsonlWriter) -> JsonlWriter:
-    """A new writer of the file, after sorting the rows by step."""
+    """Sort the rows of a file by step, and open the file for appending."""
     file.close()
     rewrite(file.path, sorted(read_jsonl(file.path), key=itemgetter("step")))
     return JsonlWriter(file.path)
@@ -208,10 +210,10 @@ def _in_order(file: JsonlWriter) -> JsonlWriter:
 
 @contextlib.contextmanager
 def _guarded(sink: str, action: str, outcome: str = "") -> Iterator[None]:
-    """A block in which a failure of a sink only gives a line in the log: the JSONL files have the records."""
+    """Log a failure of a sink in the block, and go on: the JSONL files have the records in any case."""
     try:
         yield
-    # A sink's library may raise exceptions that derive from Exception alone, such as wandb.errors.UsageError.
+    # Libraries of sinks raise classes that derive from Exception alone, for example wandb.errors.UsageError.
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
@@ -220,7 +222,7 @@ def _guarded(sink: str, action: str, outcome: str = "") -> Iterator[None]:
 
 
 def validation_row(result: PassRate) -> dict[str, Any]:
-    """The line of validation.jsonl; each number of a task is a column."""
+    """A validation as a row of validation.jsonl. Each number of a task gets a column of its own."""
     row = asdict(result)
     row |= row.pop("metrics")
     for task, part in row.pop("tasks").items():
@@ -241,13 +243,13 @@ def _finite(record: Mapping[str, Any]) -> dict[str, float]:
 def batch_metrics(
     groups: Sequence[RolloutGroup], stats: Mapping[str, float], policy_version: int
 ) -> dict[str, float]:
-    """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
+    """Scalars of the batch that `policy_version` trains on. stats: counts of the filters.
 
-    `confirmed_share` is a share of the correct completions that the second judge saw. `staleness_*` are optimizer
-    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter.
-    `train_within_variance` over `train_completions` is the pass rate's binomial variance given the prompts. Batches
-    with episodes of several turns also have `turns_mean` and `environment_tokens`. Batches with lost completions have
-    `lost/REASON`.
+    `confirmed_share`: share that the second judge confirms, of the correct completions with a verdict of the judge.
+    `staleness_*`: optimizer steps since the oldest first token of each group. `train_pass_rate`: pass rate before
+    every filter. `train_within_variance` divided by `train_completions` is the pass rate's binomial variance given
+    the prompts. Batches with episodes of several turns also have `turns_mean` and `environment_tokens`. Batches with
+    lost completions have the number of each reason, `lost/REASON`.
     """
     completions = [c for g in groups for c in g.completions]
     scores = [s for g in groups for s in g.scores]
@@ -288,7 +290,7 @@ def batch_metrics(
 
 
 def environment_metrics(scores: Iterable[Score]) -> dict[str, float]:
-    """The means of the environments' metrics, each over the completions with this metric: `environment/NAME`."""
+    """The mean of each environment metric, `environment/NAME`, over the completions that have the metric."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.metrics.items():
@@ -300,7 +302,7 @@ def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Shares of lost completions, in the whole batch and in each half of the groups.
 
     Groups are halved by pass rate (`hard`, `easy`) and by mean length (`short`, `long`). If the shares of two halves
-    differ, losses bias the training.
+    differ, the lost completions bias the training data.
     """
     middle = len(groups) // 2
     by_pass_rate = sorted(groups, key=lambda group: group.pass_rate)
@@ -332,7 +334,7 @@ def step_metrics(report: StepReport) -> dict[str, float]:
 
 
 def engine_metrics(engines: Membership) -> dict[str, float]:
-    """Scalars of the engines at the end of a batch."""
+    """Scalars about the engines when a batch ends."""
     return {
         "engines_serving": len(engines.serving),
         "engine_restarts": sum(member.restarts for member in engines.members),
@@ -341,7 +343,7 @@ def engine_metrics(engines: Membership) -> dict[str, float]:
 
 
 def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Pass rate and number of groups of each task in the batch; empty without a mixture."""
+    """Pass rate and number of groups of each task in the batch; empty without prompts.tasks."""
     scores: dict[str, list[bool]] = {}
     for group in groups:
         if group.prompt.task:
@@ -358,15 +360,16 @@ def means(outcomes: Outcomes) -> tuple[float, ...]:
 
 
 def text(outcomes: Outcomes) -> str:
-    """The outcomes as one letter per completion, prompt after prompt: 1 correct, 0 wrong, - lost."""
+    """The outcomes as one character per completion, prompt after prompt: 1 for correct, 0 for wrong, - for lost."""
     return "".join(_LETTERS[x] for row in outcomes for x in row)
 
 
 def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
     """The unbiased mean over prompts of p (1 - p), the variance of one completion's outcome; None if undefined.
 
-    The binomial variance of a pass rate of N completions is this mean over N, given the prompts. p (1 - p) of the
-    pass rate is larger, by the variance between prompts. Prompts with fewer than two completions are left out.
+    The binomial variance of a pass rate of N completions, for fixed prompts, is this mean divided by N. With the
+    total pass rate as p, p (1 - p) is larger by the variance between prompts. Prompts with fewer than two completions
+    are left out.
     """
     variances = []
     for row in outcomes:

@@ -2,15 +2,16 @@
 
 The life of a batch, in calls of the train loop:
 
-    next_batch     the groups of the early batch, else of the next batch that the gate releases
-    send           filters, advantages, assignment, and the bytes to the trainer's ranks, unless sent early
-    step           the optimizer step; meanwhile the next batch is taken and sent, if the gate releases it in time
+    next_batch     takes the groups of the early batch, or else waits for the gate's next batch
+    send           filters, computes advantages, assigns samples to ranks and sends the samples, unless sent early
+    step           makes the optimizer step; meanwhile takes and sends the next batch if the gate releases a batch
 
 While the trainer waits for a batch or a measurement (`while_waiting`), engines that join get the trainer's weights
 and are probed.
 
-An early batch is a copy: the groups stay finished and in no batch until the journal records the batch, before the
-step on it. A crash or a failure in between costs the sending, and the batch is composed again.
+A batch that is sent during the step on the previous batch is early. The journal records an early batch only when the
+train loop takes the batch, before the batch's own step. After a crash in between, the stream still has the groups as
+finished groups without a batch, and a batch is composed and sent again.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ T = TypeVar("T")
 
 @record
 class SentBatch:
-    """A batch after the filters. Produced by `Sender.send`."""
+    """A filtered and planned batch whose samples the trainer's ranks have. Produced by `Sender.send`."""
 
     groups: tuple[RolloutGroup, ...]
     """All groups of the batch, in order."""
     plan: BatchPlan
-    """The samples, and the algorithm's decisions."""
+    """The samples that the filters left, with advantages, and the dropped groups."""
     step: int | None
-    """The optimizer step for which the trainer holds the batch; None: no sample remained and nothing was sent."""
+    """The optimizer step for which the trainer has the batch; None if the filters left no sample to send."""
 
 
 class Sender:
@@ -63,7 +64,7 @@ class Sender:
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
         """Filter a batch, plan the step that trains `policy_version`, and send the remaining samples.
 
-        Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
+        Raises the errors of `plan_step`, `TrainerClient.prepare` and `completions_of`, which reads the store.
         """
         recipe = self._recipe
         plan = samples_of(groups, self._algorithm)
@@ -81,31 +82,31 @@ class Sender:
 
 
 class EarlyBatch:
-    """Takes and sends a batch while the block of this context manager runs a step; leaves no task behind.
+    """Takes and sends a batch in a task while the block of this context manager runs an optimizer step.
 
-    One task. Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. Cancelled by:
-    the end of the block, or `batch` if no groups were taken.
+    Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. The task is cancelled at
+    the end of the block, or by `batch` if `take` has returned no groups yet.
     """
 
     def __init__(self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int):
-        """take: returns the groups of the batch; a cancelled call has taken no group. policy_version: the version
-        that trains on the groups."""
+        """take: waits for the groups of the batch and returns them; must take no group if cancelled. policy_version:
+        the version that trains on the groups."""
         self._sender = sender
         self._take = take
         self._policy_version = policy_version
         self._groups_taken = False
 
     async def batch(self) -> SentBatch | None:
-        """The batch, once the batch is sent; None if the gate has released no batch. Raises as `Sender.send` does."""
+        """Return the batch once sent; None if the gate has released no batch. Raises the errors of `Sender.send`."""
         if not self._groups_taken:
-            # A batch that the gate releases from now on is taken by `next_batch`, for the new version.
+            # If the gate releases a batch later, `Overlap.next_batch` takes the batch for the new policy version.
             self._task.cancel()
             return None
         return await self._task
 
     async def _send(self) -> SentBatch:
         groups = await self._take()
-        # From here on `batch` waits for the sending of these groups.
+        # Once groups are taken, `batch` waits for the sending and no longer cancels the task.
         self._groups_taken = True
         return await self._sender.send(groups, self._policy_version)
 
@@ -118,7 +119,7 @@ class EarlyBatch:
 
 
 class Overlap:
-    """Batches and weights of one attempt, sent while the trainer steps or waits."""
+    """Sends batches to the trainer during steps, and weights to joining engines while the trainer waits."""
 
     def __init__(
         self,
@@ -145,16 +146,16 @@ class Overlap:
         self._early: SentBatch | None = None
         """The next batch, if the batch was sent early."""
         self.send_seconds = 0.0
-        """Seconds that the trainer waited for the sending of the last batch and of the early batch after it."""
+        """Seconds that the trainer waited until the last batch was sent, and after the step for the early batch."""
 
     async def next_batch(self) -> Sequence[RolloutGroup] | None:
-        """The groups of the early batch, else of the stream's next batch; None if no prompt is left."""
+        """The groups of the early batch, or else of the stream's next batch; None if no prompt is left."""
         if self._early is not None:
             return self._early.groups
         return await self.while_waiting(self._stream.next_batch())
 
     async def send(self, groups: Sequence[RolloutGroup]) -> SentBatch:
-        """Send the batch of the groups, unless sent early. Raises as `Sender.send` does."""
+        """Send the batch of these groups, or return the early batch. Raises the errors of `Sender.send`."""
         begin = self._meter.elapsed
         batch = self._early or await self._sender.send(groups, self._state.step)
         self._early = None
@@ -162,8 +163,8 @@ class Overlap:
         return batch
 
     async def step(self, step: int) -> StepReport:
-        """The trainer's step; meanwhile the next batch is sent."""
-        # No batch follows the last step.
+        """Make an optimizer step, and meanwhile send the next batch early if the gate releases a batch in time."""
+        # After the last step of the run no batch is needed.
         if step == self._recipe.steps:
             return await self._fleet.trainer.step(step)
         # Step N makes policy version N, and version N trains on the early batch.
@@ -175,11 +176,12 @@ class Overlap:
             return report
 
     async def while_waiting(self, work: Awaitable[T]) -> T:
-        """The result of `work`, for which the trainer also waits.
+        """Wait for `work` while the trainer is idle; returns the result of `work`.
 
         Engines that join meanwhile get the trainer's weights and are probed before the result is returned. With
-        rollouts.deterministic the probe follows the next step, since it would join a round. Within a phase of
-        ppo_off_policy joining engines get no weights, because the trainer has a later version than the engines.
+        rollouts.deterministic these engines are probed after the next step, because requests of a probe would disturb
+        a round (`engine.rounds`). Within a phase of ppo_off_policy joining engines get no weights, because the
+        trainer has a later version than all engines.
         """
         if self._state.step != self._state.served:
             return await work
@@ -193,7 +195,7 @@ class Overlap:
                 finally:
                     engine_joined.cancel()
                 if not task.done():
-                    # A signal to save, in the middle of an update, would leave engines paused.
+                    # Cancelling an update, as a signal to save and exit would, leaves engines paused.
                     async with self._saving.uninterrupted():
                         await self._sync.catch_up(self._state.step)
                         if not self._recipe.rollouts.deterministic:

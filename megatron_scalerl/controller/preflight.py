@@ -30,10 +30,10 @@ from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.trainer.ranks import check_device
 
 _END = 1 << 16
-"""Number of bytes, at the end of each file of weights, that the digest reads."""
+"""Number of bytes at the end of each safetensors file that `policy_digest` reads."""
 MOST_REFERENCES = 10_000
-"""Number of mathematical references of a file that are checked before a run. The check takes 60 s on two
-processors, 10 ms a reference."""
+"""Largest number of mathematical references of a task that are checked before a run. The check of 10,000 references
+takes 60 s on two processors, about 10 ms per reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Inputs(Settings):
     evaluation: EvaluationInputs | None
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The settled recipe, with the digests, the engine's context length and the trainer's capacity filled in."""
+        """The recipe with all defaults filled in: prompt settings, digests, max_model_len and micro_batch_tokens."""
         recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         digest = policy_digest(recipe.policy.path)
@@ -66,17 +66,17 @@ class Inputs(Settings):
 def policy_digest(folder: str, *, end: int = _END) -> str:
     """A digest of the files in a policy's folder: 16 hexadecimal digits.
 
-    The digest takes milliseconds: of files of weights it covers only names, sizes and ends. Configuration, tokenizer
-    and template count whole, and no other file counts.
+    Of weight files (safetensors) the digest covers only names, sizes and ends, and so takes milliseconds. Files of
+    configuration, tokenizer and template are covered in full. Files of all other suffixes are left out.
 
-    end: number of bytes at the end of a file of weights that are read.
+    end: number of bytes at the end of a weight file to read.
     """
     folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
             continue
         with path.open("rb") as file:
-            # Further training changes values but no size, so the digest also reads the end of the weights.
+            # Further training changes values but no file size, so the last bytes of weight files are read, too.
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - end) if path.suffix == ".safetensors" else 0)
             folder_hash.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
@@ -86,7 +86,7 @@ def policy_digest(folder: str, *, end: int = _END) -> str:
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     """Load and check the recipe's inputs. Raises ValueError: one line that names the key or the row.
 
-    on_this_host: the run is to start here, which needs this host's sandboxes and ports.
+    on_this_host: True if the run starts on this host, so that GPUs, sandboxes and ports are checked, too.
     """
     check_policy(recipe)
     check_prompts(recipe)
@@ -104,7 +104,11 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
 
 
 def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The recipe's prompts, rendered and split. Raises ValueError as `load_prompts`, and for prompts that changed."""
+    """The recipe's prompts, rendered and split into training and held-out prompts.
+
+    Raises ValueError if the prompts differ from prompts.digest, if a validated task has no held-out prompts, and for
+    the reasons of `load_prompts`.
+    """
     prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
     digest = prompts.digest()
     if recipe.prompts.digest not in (None, digest):
@@ -121,7 +125,7 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
 
 
 def _check_host(recipe: Recipe) -> None:
-    """Raises ValueError if this host lacks a port, a GPU or the verifier code's sandbox."""
+    """Raises ValueError if this host lacks a GPU, a free engine port or sandboxes for tests (verifier: code)."""
     check_device(recipe)
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
@@ -134,18 +138,18 @@ def _check_host(recipe: Recipe) -> None:
 def check_answers(
     task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any]]]
 ) -> tuple[list[str], list[str | None]]:
-    """Check the answers of a task (`prompts.dataset.CheckAnswers`).
+    """Check the reference answers of a task; arguments and result are described at `prompts.dataset.CheckAnswers`.
 
-    Mathematical references that are no whole numbers are checked up to MOST_REFERENCES. Tests are tried with programs
-    (`code_checks`). Answers of episodes are left to the environment, which judges an answer when an episode begins.
+    At most MOST_REFERENCES mathematical references that are no whole numbers are checked. Tests of programs are tried
+    out with programs (`code_checks`). Answers of episodes are not checked: the environment checks an answer when the
+    episode begins.
     """
     if task.episodes:
         return [""] * len(answers), [None] * len(answers)
     if task.rewards.verifier == "math":
         texts = {answer for _, answer, _ in answers}
         slow = [text for text in texts if not text.isdecimal()]
-        # The references are sorted by hash, so that every start checks the same references, whatever their order in
-        # the file.
+        # Sorting by hash makes every start check the same references, whatever the order in the file is.
         slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         texts -= {*slow[MOST_REFERENCES:]}
         ordered = sorted(texts)
@@ -164,7 +168,7 @@ def check_answers(
 
 
 def _problem_of_tests(question: str, answer: str, columns: Mapping[str, Any]) -> str:
-    """The reason why the tests of a problem cannot be run; empty if the tests can be run."""
+    """The reason why the tests of a programming problem cannot be run; empty if the tests can be run."""
     try:
         called = parse_tests(answer, columns).called
     except ValueError as error:

@@ -1,8 +1,8 @@
 """The probe: checks that trainer and engines compute the same log-probs after a weight update.
 
-Each engine completes a few fixed prompts with fixed seeds, and the trainer scores the completions token by token. The
-digest of the received bytes is not sufficient: no digest covers the copies that an engine computes with (vLLM's CPU
-backend repacks weights).
+Each engine completes a few fixed prompts with fixed seeds, and the trainer computes the log-prob of each token of the
+completions. The digests of a weight update do not replace the probe: an engine may compute with copies of the weights
+that no digest covers (vLLM's CPU backend repacks weights).
 """
 
 import asyncio
@@ -25,16 +25,17 @@ logger = logging.getLogger(__name__)
 
 PROMPTS = 4
 TOKENS = 256
-"""Longest completion (tokens). The trainer waits for the probe, and an unlimited completion may take minutes."""
+"""Longest completion of a probe (tokens). The trainer waits for the probe, and longer completions may take
+minutes."""
 TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
-"""Tolerated mean difference of an engine's tokens (nats), by policy.dtype, if weights.probe_tolerance is unset.
+"""Tolerated mean over tokens of |trainer - engine log-prob| (nats), by policy.dtype, without weights.probe_tolerance.
 
-In bf16, correct random policies of four layers differ by 0.02 to 0.08. With one tensor zeroed or transposed, or two
-experts exchanged, the difference is 0.35 or more (tests/controller/test_probe_bounds.py).
+In bf16, the mean is 0.02 to 0.08 for correct random policies of four layers. With one tensor zeroed or transposed, or
+two experts exchanged, the mean is 0.35 or more (tests/controller/test_probe_bounds.py).
 """
 FAR = 20
-"""Multiple of the tolerance by which a single token may differ. In a correct Qwen3-MoE in bf16, one token differs
-by 2.2 nats: trainer and engine choose different experts."""
+"""Multiple of the tolerance by which the log-prob of a single token may differ. In a correct Qwen3-MoE in bf16, the
+log-prob of one token differs by 2.2 nats, because trainer and engine choose different experts."""
 
 
 class ProbeError(RuntimeError):
@@ -46,21 +47,21 @@ class Scored(NamedTuple):
 
     prompt_id: str
     place: int
-    """Number of the token in the completion."""
+    """Number of the token in the completion, from 0."""
     token_id: int
     trainer: float
     engine: float
 
     @property
     def difference(self) -> float:
-        """The distance between the two log-probs; NaN if either is NaN."""
+        """|trainer - engine log-prob| (nats); NaN if either log-prob is NaN."""
         return abs(self.trainer - self.engine)
 
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
-    """A line on how far an engine's log-probs differ from the trainer's; empty within the tolerance.
+    """A line that says how far an engine's log-probs differ from the trainer's; empty within the tolerance.
 
-    A NaN exceeds every tolerance.
+    A log-prob that is NaN exceeds every tolerance. tolerance: see TOLERANCE; for a single token, FAR times as much.
     """
     mean = fmean(token.difference for token in tokens)
     # A NaN compares false with every number, so the key of `max` makes a NaN the worst difference.
@@ -88,11 +89,11 @@ class Probe:
     async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 
-        new_only: only engines whose server was started since the last check. An engine that fails meanwhile is
-        evicted. Raises ProbeError beyond the tolerance.
+        new_only: True to check only engines that started after the last check. An engine that fails during the probe
+        is evicted. Raises ProbeError if an engine differs by more than the tolerance or has another policy version.
         """
         differences: list[float] = []
-        # An engine that left, or is held, is probed again once the engine serves.
+        # An engine that does not serve now is probed again once the engine serves.
         self._checked_engines &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
             if new_only and engine in self._checked_engines:
@@ -118,12 +119,14 @@ class Probe:
         }
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
-        """The probe's completions; None if the engine failed and is evicted, or if a completion was lost."""
+        """The engine's completions of the probe's prompts; None if the engine is evicted, or if a completion was
+        lost."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 attempts = [
                     tasks.create_task(
-                        # No group has the id -1, so the probe shares no seed with a completion of training.
+                        # Seeds depend on the group id. No group has the id -1, so no completion of training has a
+                        # seed of the probe.
                         self._sampler.complete(
                             engine,
                             prompt,
@@ -138,7 +141,8 @@ class Probe:
             self._fleet.engines.evict(engine, str(errors.exceptions[0]))
         except* CompletionLost as errors:
             logger.warning("%s is not probed: a completion is lost: %s", engine.name, errors.exceptions[0])
-        # A failure has cancelled the other completions, or another part of the run has evicted the engine meanwhile.
+        # If one completion failed, the task group has cancelled the rest. The engine may also have been evicted
+        # elsewhere.
         if engine not in self._fleet.engines.serving or any(
             task.cancelled() or task.exception() for task in attempts
         ):
@@ -152,7 +156,7 @@ class Probe:
         for prompt, rollout, logprobs in zip(self._prompts, rollouts, sequence_logprobs):
             columns = zip(
                 rollout.token_ids.tolist(),
-                # The first log-prob is of the token after the prompt.
+                # Log-prob i is of token i + 1, so the completion's log-probs begin one place before the prompt's end.
                 logprobs[len(prompt.token_ids) - 1 :],
                 rollout.rollout_logprobs.tolist(),
                 rollout.loss_mask,

@@ -14,7 +14,7 @@ HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy 
 
 
 class Progress:
-    """Shows a run: on a terminal a line for every step and a progress bar, else a line every `every_steps` steps."""
+    """Prints a run's progress: on a terminal a line per step and a bar, else a line every `every_steps` steps."""
 
     def __init__(self, console: Console, steps: int, *, every_steps: int = 5):
         self._console = console
@@ -68,7 +68,7 @@ class Progress:
         self._console.print(f"{step:5d}  no optimizer step, as the filters left no sample of the batch: {reason}")
 
     def outlook(self, forecast: Outlook) -> None:
-        """Show the forecast of the run's end that a validation led to."""
+        """Show the forecast of the run's final pass rate, made after a validation."""
         self._console.print(f"{forecast.step:5d}  forecast {forecast.line()}", style="cyan")
 
     def validation(self, result: PassRate) -> None:

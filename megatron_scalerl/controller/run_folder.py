@@ -1,14 +1,14 @@
 """The folder of a run: lock, recipe, attempts, and the checkpoint from which the run resumes.
 
 recipe.yaml      the resolved recipe
-attempts.jsonl   one line per start: run id, incarnation, time
+attempts.jsonl   one line per attempt: run id, incarnation (the attempt's name), time
 engines.jsonl    one line per change of an engine's state
-checkpoints.jsonl  one line per checkpoint: seconds of the write
+checkpoints.jsonl  one line per checkpoint: seconds that the checkpoint took
 slurm/           job script and outputs of a run that was submitted to Slurm
 end.json         the reason why the latest finished attempt ended
-journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
+further files    journal.jsonl rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 
-docs/runs.md says at which moment each file is written.
+docs/runs.md says when each file is written.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ _LAYOUT = frozenset(
         *(f"megatron.model.{key}" for key in MODEL_KEYS),
     }
 )
-"""Keys of the trainer's layout. tests/distributed/test_dp_trainer.py loads a checkpoint in another layout."""
+"""Keys of the trainer's parallel layout. A checkpoint loads in another layout, which
+tests/distributed/test_dp_trainer.py checks."""
 MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
@@ -63,11 +64,11 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "forecast.fit_until_share",
         "cost.price_per_device_hour",
         "cost.currency",
-        # A change of preset or columns that changes the prompts also changes prompts.digest, which may not change.
+        # If a change of one of the next three keys changes prompts, prompts.digest changes and the run is refused.
         "prompts.preset",
         "prompts.prompt_column",
         "prompts.answer_column",
-        # The same server may be at another address.
+        # The server that an algorithm of the user asks may have moved to another address.
         "algorithm.settings.url",
         "environment.timeout_s",
         "environment.episode_timeout_s",
@@ -96,7 +97,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # The next five keys are former keys, which older runs still have.
+        # The next five keys no longer exist. Recipes of older runs still have these keys.
         "telemetry.trace_steps",
         "weights.anchor_every",
         "weights.store",
@@ -106,37 +107,35 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
-        # The next keys are former keys: first and last stage say the same, or the checkpoint's layout changes.
+        # The next keys no longer exist. Keys for the first and last pipeline stage replace the old keys.
         *(f"megatron.model.{key}" for key in LEFT_KEYS),
         "engine.vllm.override_generation_config",
     }
 )
-"""Keys that may differ between attempts of a run: number of steps, limits of time and restarts, the trainer's layout,
-and the settings of checkpoints, evaluations and metrics."""
+"""Keys of the recipe that may differ between attempts of a run. A change of any other key is refused."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
-"""Files from which the run's learning curve is made."""
+"""Files in RUN/ from which the run's learning curve is made."""
 ATTEMPTS = "attempts.jsonl"
 SAVES = "checkpoints.jsonl"
 END = "end.json"
 SLURM = "slurm"
-"""Folder in RUN/ that `slurm` fills before the first attempt."""
+"""Folder in RUN/ that the command `slurm` fills before the first attempt."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
 _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
-"""Files that an attempt leaves if the attempt is killed before recipe.yaml is written. The folders are still
-empty."""
+"""Files and empty folders that an attempt may leave in RUN/ if killed before recipe.yaml is written."""
 
 
 class RunState:
-    """Step, batches and versions of an attempt. The loop writes the state, and the loop's components read it."""
+    """Step, batches and versions of an attempt, which only the training loop writes."""
 
     def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
         """Optimizer steps of the trainer, equal to the trainer's policy version."""
         self.batches = batches
-        """Batches of the run so far, each counted once over all attempts; batches without a step count, too."""
+        """Batches of the run so far, including batches without a step; a batch trained again counts once."""
         self.served = served
-        """Policy version that the engines got last, -1 before the first update."""
+        """Policy version of the last weight update; -1 before the first update."""
         self.digest = ""
         """Digest of the weights of version `served`."""
 
@@ -146,7 +145,7 @@ class ResumePoint:
     """The state from which an attempt starts."""
 
     checkpoint: Path | None = None
-    """The folder of the checkpoint; None: the recipe's policy."""
+    """The folder of the checkpoint; None to start from the recipe's policy."""
     step: int = 0
     """Optimizer steps in the checkpoint."""
     batches: int = 0
@@ -154,9 +153,9 @@ class ResumePoint:
     position: Position | None = None
     """End of the journal at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
-    """(record, number of rows at the checkpoint), see `ControllerState`."""
+    """(name of a file of RECORDS, number of rows at the checkpoint), as in `ControllerState`."""
     damaged: tuple[str, ...] = ()
-    """One line about each newer checkpoint that is damaged."""
+    """One line about each damaged checkpoint that is newer than `checkpoint`."""
 
 
 class Resumed:
@@ -165,26 +164,26 @@ class Resumed:
     def __init__(self, start: ResumePoint, history: History):
         self.start = start
         self.history = history
-        """The journal of earlier attempts, with up to a million events; `NO_HISTORY` after the replay."""
+        """The journal of earlier attempts, with up to a million events. Set to `NO_HISTORY` after the replay."""
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
-    """controller.json of a checkpoint: the part of the run that the checkpoint includes."""
+    """controller.json of a checkpoint: how much of the run's records the checkpoint includes."""
 
     step: Annotated[int, Meta(ge=0)]
-    """Optimizer steps."""
+    """Optimizer steps in the checkpoint."""
     batches: Annotated[int, Meta(ge=0)]
-    """Batches of the run, batches without a step included."""
+    """Batches of the run up to the checkpoint, batches without a step included."""
     run_id: str
     position: Position
     """End of the journal at the moment of the checkpoint."""
     record_rows: dict[str, int] = {}
-    """Record -> number of rows at the checkpoint, see `rows_of`. A file with fewer rows has lost a part of the
-    curve."""
+    """Name of a file of RECORDS -> number of rows at the checkpoint (`rows_of`). If a resume finds fewer rows, the
+    file has lost data."""
 
 
 class RunInUse(RecipeError):
-    """Another controller has locked the run's folder. That controller may end soon."""
+    """Another controller has locked the run's folder. The command may succeed once that controller ends."""
 
     exit_code = IN_USE_CODE
 
@@ -193,13 +192,13 @@ class RunFolder:
     """The folder of one run, locked by one controller at a time."""
 
     def __init__(self, recipe: Recipe):
-        """Create or reopen the folder.
+        """Create or reopen the run's folder, lock the folder, and begin an attempt.
 
-        Raises RecipeError if the folder belongs to another recipe, RunInUse if another controller has locked the
-        folder.
+        Raises RecipeError if the folder holds a run of another recipe or foreign files, and RunInUse if another
+        controller has locked the folder.
         """
         self.path = recipe.run_dir
-        # The check comes before anything is written into a folder that may be a stranger's.
+        # Before this check nothing is written, because the folder may have foreign files.
         check_recipe(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -207,7 +206,7 @@ class RunFolder:
             raise RecipeError(f"output_dir: {self.path} cannot be made: {error.strerror}") from None
         self._lock = self._take_lock()
         try:
-            # The check is repeated, because now no other controller can write.
+            # Before the lock, another controller could have written a recipe.
             check_recipe(recipe)
             for name in _FOLDERS:
                 (self.path / name).mkdir(exist_ok=True)
@@ -218,7 +217,7 @@ class RunFolder:
             raise
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint of this step."""
+        """Path of the checkpoint of this step."""
         return commit.checkpoint_path(self.path / "checkpoints", step)
 
     def keep_checkpoints(self, keep: int, *, newest: int) -> None:
@@ -226,9 +225,10 @@ class RunFolder:
         commit.prune(self.path / "checkpoints", keep, newest=newest)
 
     def kept_batches(self, keep: int) -> int:
-        """Number of batches that every kept checkpoint includes; 0 while there are fewer than `keep` checkpoints.
+        """Number of batches that all kept checkpoints include; no resume needs the rollouts of these batches.
 
-        Also 0 if a checkpoint cannot be read, since the batches that a resume needs are then unknown.
+        Returns 0, so that no rollouts are deleted, while there are fewer than `keep` checkpoints, and if a checkpoint
+        cannot be read.
         """
         paths = [path for _, path in commit.committed(self.path / "checkpoints")]
         if len(paths) < keep:
@@ -240,15 +240,17 @@ class RunFolder:
             return 0
 
     def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:
-        """Record that the attempt finished.
+        """Write end.json: the attempt finished.
 
-        final: the run cannot resume, even with a larger `steps`. gave_up: the run made no progress any more.
+        final: True if the run cannot resume, even with a larger `steps`. gave_up: True if the run ended for lack of
+        progress.
         """
         state = {"step": step, "final": final, "gave_up": gave_up, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [{"reason": reason} | state])
 
     def saved(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
-        """Record the seconds that the checkpoint of `step` took, and the seconds for which the trainer stopped."""
+        """Append a line to checkpoints.jsonl. seconds: duration of the checkpoint. stopped_seconds: the part in which
+        training stopped."""
         times = {"seconds": round(seconds, 3), "stopped_seconds": round(stopped_seconds, 3)}
         with contextlib.closing(JsonlWriter(self.path / SAVES)) as file:
             file.append({"step": step, **times, "incarnation": self.attempt.incarnation})
@@ -258,15 +260,14 @@ class RunFolder:
         os.close(self._lock)
 
     def _take_lock(self) -> int:
-        # Only the owner may read the lock file, because any reader could lock the file and keep the run from
-        # starting.
+        # Only the owner may read the lock file: a user who can read the file can lock the file and block the run.
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.fchmod(lock, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            # flock fails with EWOULDBLOCK. Over NFS, Linux takes an fcntl lock instead, which may fail with EACCES.
+            # A locked file gives EWOULDBLOCK, or EACCES over NFS, where Linux uses an fcntl lock instead of flock.
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise RunInUse(f"{self.path}: another controller has locked the folder; end that run first") from None
             raise RecipeError(
@@ -276,9 +277,10 @@ class RunFolder:
         return lock
 
     def begin_attempt(self) -> Attempt:
-        """Record the start of an attempt, also at every restart of the trainer.
+        """Append the start of an attempt to attempts.jsonl. A restart of the trainer also begins an attempt.
 
-        The incarnation is `local.N`, or on Slurm `JOB_ID.RESTART_COUNT`; `-N` is added to an id that occurred before.
+        The incarnation is the attempt's name: `local.N`, or `JOB_ID.RESTART_COUNT` on Slurm. A name that was used
+        before gets a suffix `-N`.
         """
         path = self.path / ATTEMPTS
         attempts = read_jsonl(path)
@@ -299,7 +301,7 @@ class RunFolder:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises RecipeError if the run's folder contains other files, or a run of another recipe."""
+    """Raises RecipeError if the folder has files but no run, or if a key that may not change differs."""
     folder = recipe.run_dir
     if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
@@ -309,11 +311,11 @@ def check_recipe(recipe: Recipe) -> None:
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    # The run was begun before digests were recorded.
+    # Recipes of older runs have no policy digest, so the digest is not compared.
     if not (settings.get("policy") or {}).get("digest"):
         recipe = recipe.with_settings(policy={"digest": None})
     differences = differing(settings, recipe.model_dump(mode="json"))
-    # policy.digest comes last: where policy.path also differs, the path is the reason.
+    # policy.digest is checked last: if policy.path also differs, the message should name the path.
     for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began; restore it, or set another name")
@@ -324,7 +326,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def resume_point(run_dir: Path) -> ResumePoint:
-    """The newest intact checkpoint of a run: all files have the sizes, and small files the content, of COMMIT.
+    """The newest checkpoint of a run whose file sizes, and digests of small files, are as in COMMIT.
 
     Raises RuntimeError if there are checkpoints and all are damaged.
     """
@@ -348,7 +350,7 @@ def resume_point(run_dir: Path) -> ResumePoint:
 
 
 def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if the journal, the store or a record has lost data that was there at the checkpoint."""
+    """Raises RuntimeError if the journal, the store or a record has lost data since the checkpoint was saved."""
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
@@ -384,10 +386,7 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
 
 
 def rows_of(record: Path) -> int:
-    """Number of complete rows of a record, without heartbeats.
-
-    A restart rewrites the ledger without heartbeats, and loses no row.
-    """
+    """Number of complete rows of a record file. Heartbeats, which a restart removes, do not count."""
     if not record.exists():
         return 0
     with record.open("rb") as file:
@@ -395,7 +394,7 @@ def rows_of(record: Path) -> int:
 
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:
-    """The reason why the run in the folder is finished; None for an unfinished run."""
+    """The reason why the recipe's run is finished at this resume point; None if steps or a validation remain."""
     folder = recipe.run_dir
     if point.checkpoint is None:
         return None
@@ -409,7 +408,7 @@ def finished(recipe: Recipe, point: ResumePoint) -> str | None:
 
 
 def controller_state(checkpoint: Path) -> ControllerState:
-    """The controller's state in a checkpoint. Raises ValueError naming the file."""
+    """The controller's state in a checkpoint. Raises ValueError with the file's name if the file cannot be read."""
     file = checkpoint / "controller.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
@@ -418,7 +417,7 @@ def controller_state(checkpoint: Path) -> ControllerState:
 
 
 def _check_experts(folder: Path, earlier_layout: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises RecipeError if the expert-parallel size changed: no test shows that such a checkpoint loads."""
+    """Raises RecipeError if the expert-parallel size changed, since loading such a checkpoint is not tested."""
     old = sizes_of(earlier_layout)
     new = sizes_of(recipe.megatron.parallel)
     if old.ep != new.ep:

@@ -1,4 +1,4 @@
-"""Makes the samples of a step from scored groups, as the run's algorithm says."""
+"""Makes the training samples of an optimizer step from scored groups: filters, advantages and token weights."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,23 +15,26 @@ from megatron_scalerl.types import BlockRef, Completion, RolloutGroup
 
 @record
 class BatchPlan:
-    """The samples of one optimizer step. Produced by `samples_of`; without samples there is no step."""
+    """The training samples of one batch. Produced by `samples_of`. Without samples the trainer makes no step."""
 
     samples: tuple[SampleFacts, ...]
     sources: tuple[tuple[BlockRef | None, int], ...]
-    """[samples] (block in which the group of the sample is stored, the sample's position in the block)"""
+    """[samples] (block of the store that holds the sample's group, position of the sample in the block)"""
     trained: Trained
-    """The advantages and the dropped groups, for the page."""
+    """The advantages and the dropped groups, for the page of the run."""
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
     samples, loss_tokens, and advantage_std (standard deviation of the remaining centered rewards)."""
 
 
 def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
-    """The completions to train on, with advantages and token weights, which the parts of an episode share."""
+    """The completions to train on, as samples with advantages and token weights.
+
+    An episode may have several samples, one for each part of the context; all get the episode's token weight.
+    """
     kept_groups = []
     drop_reasons = {}
-    # Completions are filtered first, so that a group is judged by the rewards of the remaining completions.
+    # Completions are filtered before groups, because the rewards of the remaining completions decide about a group.
     filtered_groups = [trained_part(group, algorithm) for group in groups]
     for group in filtered_groups:
         reason = algorithm.drop_reason(group)
@@ -82,9 +85,9 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
 def _sample_facts(
     group: RolloutGroup, completion: Completion, advantage: float | Sequence[float], weight: float
 ) -> Iterator[SampleFacts]:
-    """The samples of a completion. advantage: one value for all tokens, or [tokens].
+    """The samples of a completion. advantage: one value for all tokens, or an array [tokens].
 
-    Raises RuntimeError for another number of advantages, and for an advantage that is not finite.
+    Raises RuntimeError if the advantage has another shape, or is not finite.
     """
     values = np.asarray(advantage, np.float64)
     if values.shape not in ((), (completion.tokens,)) or not np.isfinite(values).all():
@@ -94,7 +97,7 @@ def _sample_facts(
         )
     start = 0
     for part in completion.samples:
-        # Without dimensions, the advantage is one number for all tokens.
+        # An advantage without dimensions is one number for all tokens.
         part_advantage = values.tolist()
         if values.ndim:
             part_advantage = tuple(part_advantage[start : start + part.tokens])
@@ -108,9 +111,9 @@ def _sample_facts(
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:
-    """The group reduced to the completions that the algorithm trains on, possibly none."""
+    """A copy of the group with only the completions that the algorithm trains on. The copy may have no completion."""
     trained_indices = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
-    # Positions say where completions are stored, so every remaining completion keeps its position, and gaps are left.
+    # A position says where a completion is stored, so the remaining completions keep the positions of the full group.
     return replace(
         group,
         completions=tuple(group.completions[i] for i in trained_indices),
@@ -128,7 +131,7 @@ _REASONS = {
 
 
 def empty_reason(stats: Mapping[str, float]) -> str:
-    """The reason why a batch has no sample left to train on, from the counts of the batch's plan.
+    """The reason why the filters left no sample of a batch. stats: counts, as in `BatchPlan.stats`.
 
     Example:
         >>> empty_reason({"groups": 4, "groups_dropped_all_incorrect": 4, "completions": 32, "truncated_dropped": 0})

@@ -1,16 +1,16 @@
 """Checkpoints of a run. The life of a checkpoint:
 
-    save          records, ledger and journal are synced; the trainer's ranks write the state, or only copy it
-    commit        with checkpoint.async_save: between two later steps, once all ranks have written
-    _committed    older checkpoints and rollouts that no resume needs are deleted
+    save          records, ledger and journal are synced to disk; the trainer's ranks write, or only copy, the state
+    commit        with checkpoint.async_save, between later steps: completes a checkpoint that all ranks have written
+    _committed    deletes older checkpoints and rollouts that no resume needs
 
 A checkpoint holds the trainer's state and the controller's state (step, batches, length of the journal); the
-trainer's rank 0 writes both. Earlier batches are never replayed, so the controller's records of earlier batches are
-on the disk before the checkpoint is committed.
+trainer's rank 0 writes both. A resume trains no batch before the checkpoint again. So the controller's records of
+these batches must be on disk before the checkpoint is committed.
 
 With checkpoint.async_save the trainer stops only while the ranks copy the state; the ranks write during the next
-steps. `commit`, between two steps, completes the checkpoint once all ranks have written. A run that fails earlier
-resumes from the previous checkpoint. One checkpoint is written at a time: the next checkpoint waits.
+steps. A run that fails before the commit resumes from the previous checkpoint. One checkpoint is written at a time:
+`save` waits for the checkpoint in progress.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from megatron_scalerl.trainer.client import TrainerClient
 
 @dataclass(kw_only=True, slots=True)
 class _StartedSave:
-    """A checkpoint whose state the ranks have copied."""
+    """A checkpoint with checkpoint.async_save, from the copy of the state to the commit."""
 
     step: int
     copy_seconds: float
@@ -37,7 +37,7 @@ class _StartedSave:
 
 
 class Saver:
-    """Writes the checkpoints of one attempt. Raises as `TrainerClient` does."""
+    """Writes the checkpoints of one attempt. The methods raise the errors of `TrainerClient`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Saver:
         *,
         step: int,
     ):
-        """records: synced before a checkpoint is written. step: step of the checkpoint to resume from."""
+        """records: the files to sync before a checkpoint. step: step of the checkpoint to resume from."""
         self._section = recipe.checkpoint
         self._folder = folder
         self._trainer = trainer
@@ -56,16 +56,17 @@ class Saver:
         self.step = step
         """Step of the newest checkpoint that is committed."""
         self._started_save: _StartedSave | None = None
-        """The checkpoint that is being written."""
+        """The checkpoint that the ranks still write; None if there is no such checkpoint."""
 
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
-        """Write and commit a checkpoint; with checkpoint.async_save, only start to write. Not called during a step.
+        """Write and commit a checkpoint; with checkpoint.async_save, only start to write.
 
-        last: the state is not copied, since no step follows.
+        The caller must not call this during a step. last: True if no step follows; the ranks then write and commit at
+        once, even with checkpoint.async_save.
         """
         await self.commit(wait=True)
         begin = self._meter.elapsed
-        # Rows are counted before the syncs. The syncs detect a replaced file, so every count is of a synced file.
+        # The syncs detect a replaced file. Rows are counted before the syncs, so every count is of a synced file.
         rows = {name: rows_of(self._folder.path / name) for name in RECORDS}
         self._meter.ledger.sync()
         self._metrics.sync()
@@ -86,7 +87,7 @@ class Saver:
             await self._committed(step, seconds=seconds, stopped_seconds=seconds)
 
     async def commit(self, *, wait: bool) -> None:
-        """Commit the checkpoint in progress, if any. wait: wait for ranks that still write."""
+        """Commit the checkpoint in progress, if any. wait: True to wait for ranks that still write."""
         started_save = self._started_save
         if started_save is None:
             return
@@ -101,7 +102,7 @@ class Saver:
         await self._committed(started_save.step, seconds=total, stopped_seconds=started_save.stopped_seconds)
 
     async def maybe(self, step: int, batches: int) -> None:
-        """Between two steps: save if a checkpoint is due, else commit the checkpoint that the ranks have written."""
+        """Save if a checkpoint is due after `step`; else commit the checkpoint in progress once written."""
         interval = self._section.every_steps
         if interval and step % interval == 0 and step > self._newest:
             await self.save(step, batches)
@@ -119,10 +120,10 @@ class Saver:
         await self.commit(wait=True)
 
     async def _committed(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
-        """Note a committed checkpoint, and delete older files that no resume needs."""
+        """Record a committed checkpoint, and delete older checkpoints and rollouts that no resume needs."""
         self.step = step
         self._folder.saved(step, seconds=seconds, stopped_seconds=stopped_seconds)
         self._folder.keep_checkpoints(self._section.keep, newest=step)
-        # Checkpoints are deleted first, because the batches in the kept checkpoints decide which rollouts are needed.
+        # Checkpoints are deleted before rollouts, because the kept checkpoints decide which rollouts a resume needs.
         await self._journal.retain(self._folder.kept_batches(self._section.keep))
         release_memory()

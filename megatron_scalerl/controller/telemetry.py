@@ -1,13 +1,13 @@
 """Metrics of a run for Prometheus: the collector, the HTTP endpoint, and the endpoint's files.
 
-    GET /metrics                  the metrics, read at the moment of a scrape, between two tasks of the event loop
+    GET /metrics                  the metrics at the moment of the request
     RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
     RUN/metrics/targets.json      the endpoint, in the format of Prometheus' file_sd
 
-The folder has mode 0700: only the owner can read the files.
+RUN/metrics has mode 0700: only the owner can read the files.
 
-Device-seconds come from the ledger, which a restart continues, so that these counters never fall. All other counters
-begin at 0 with the process of the controller, which Prometheus' `rate` and `increase` expect of a restart. Numbers of
+Counters of device-seconds come from the ledger, which a restart continues, and so never fall. All other counters
+begin at 0 when the controller's process starts; Prometheus' `rate` and `increase` allow for such a reset. Numbers of
 the last step and the last validation are absent until this process has made a step or a validation.
 """
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "scalerl"
 SUMMED = ("tokens", "weight_bytes")
-"""Keys of a step's record whose values are added up. Keys that end in `_seconds` are also added up."""
+"""Keys of a step's record whose values are added up for `sum_total`, as are all keys that end in `_seconds`."""
 METRICS_PATH = "/metrics"
 MOST_CONNECTIONS = 64
-"""Largest number of open connections. Further connections are closed at once, so that no user of this host can
-exhaust the run's file descriptors."""
+"""Largest number of open connections to the endpoint. Further connections are closed at once, so that no user of the
+host can exhaust the run's file descriptors."""
 CONNECTION_S = 60.0
-"""Seconds after which a connection takes no further request."""
+"""Age at which a connection to the endpoint is closed (s)."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,7 +58,7 @@ class RunCollector(Collector):
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
         """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
-        """A function that returns the engines; no engine before the launch."""
+        """Returns the run's engines; replaced at the launch, before which there are none."""
         self._info = {"run": run, "run_id": run_id, "device": device}
         self._planned_steps = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict
@@ -73,18 +73,18 @@ class RunCollector(Collector):
         ProcessCollector(registry=self.registry)
 
     def attempt(self, step: int, device_seconds: Callable[[], Mapping[str, float]]) -> None:
-        """Start an attempt at `step`. device_seconds: role -> device-seconds that the run has held so far."""
+        """Start an attempt at `step`. device_seconds: returns role -> device-seconds that the run has held so far."""
         self._attempts += 1
         self._step = step
         self._device_seconds = device_seconds
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take over the record of a batch or of a validation. scalars: the record's finite numbers."""
+        """Store the finite numbers of a batch's or validation's record for the next scrape."""
         self._last.update(scalars)
         if "validation/pass_rate" in scalars:
             self._validated_step = step
             return
-        # A batch names only the reasons of its own losses, so every other reason falls back to 0.
+        # A batch's record lacks reasons for which no completion was lost. The last numbers of these reasons become 0.
         self._last |= {key: 0.0 for key in self._last if "lost/" in key and key not in scalars}
         self._step = step
         for key, value in scalars.items():
@@ -100,7 +100,7 @@ class RunCollector(Collector):
             self._counts["weight_updates"] += 1
 
     def close(self) -> None:
-        """Note that an attempt has ended. The last numbers stay."""
+        """Do nothing at the end of an attempt: the last numbers remain for scrapes."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield every metric family, for one scrape."""
@@ -121,10 +121,10 @@ class RunCollector(Collector):
             ("generated_tokens", "Tokens of finished completions, validation included."),
             ("batches", "Batches with an optimizer step."),
             ("skipped_batches", "Batches without an optimizer step, since the filters left no sample."),
-            ("weight_updates", "Weight updates of the engines that followed a step."),
+            ("weight_updates", "Weight updates of the engines after optimizer steps."),
         ):
             yield _family(f"{name}_total", text, self._counts[name])
-        text = "Device-seconds that the run held, by role of the ledger, in all attempts."
+        text = "Device-seconds that the run has held in all attempts, by role of the ledger."
         yield _family("device_seconds_total", text, self._device_seconds(), label="role")
         yield from self._engine_families()
         text = "Restarts of the trainer's ranks."
@@ -149,7 +149,7 @@ class RunCollector(Collector):
 
 
 def _family(name: str, text: str, values: Mapping[str, float] | float, *, label: str = "") -> Metric:
-    """A counter where the name ends in `_total`, else a gauge. values: a number, or the label's value -> a number."""
+    """A metric family: a counter if the name ends in `_total`, else a gauge. values: a number, or label -> number."""
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     family = kind(f"{PREFIX}_{name}", text, labels=[label] if label else [])
     if isinstance(values, Mapping):
@@ -161,14 +161,14 @@ def _family(name: str, text: str, values: Mapping[str, float] | float, *, label:
 
 
 class Endpoint:
-    """Answers GET requests for metrics alone, and writes the endpoint's files."""
+    """The HTTP application that answers GET /metrics. Also writes the endpoint's file targets.json."""
 
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
-        """name: the run's name. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
-        requests; None: requests need no token."""
+        """name: the run's name. address: host:port at which Prometheus finds the endpoint. token: the bearer token
+        that requests need; None if requests need no token."""
         folder = (run_dir / "metrics").absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
-        # An earlier start may have made the folder with another mode.
+        # The folder may exist already, with another mode.
         folder.chmod(0o700)
         self._registry = collector.registry
         self._authorization: bytes | None = None
@@ -182,7 +182,7 @@ class Endpoint:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._authorization is not None:
-            # Two headers are refused, because servers differ in which header counts.
+            # Two Authorization headers are refused, since HTTP servers differ in which of two headers counts.
             headers = request.headers.getall("Authorization", [])
             if len(headers) != 1 or not hmac.compare_digest(headers[0].encode(errors="replace"), self._authorization):
                 return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
@@ -195,10 +195,10 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
-    """A block in which the endpoint of a recipe is served. The value is the collector, None without
-    telemetry.metrics_port.
+    """Serve the endpoint of a recipe during the block. The value is the collector; None without an endpoint.
 
-    Raises ValueError for an address that cannot be bound, and for a token file that another user owns or may read.
+    Without telemetry.metrics_port there is no endpoint. Raises ValueError if the address cannot be bound at the run's
+    first start (a restart goes on without an endpoint), and if another user owns or may read the token file.
     """
     section = recipe.telemetry
     restarted = _list_nothing(run_dir)
@@ -213,7 +213,7 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
     except ValueError as error:
         if not restarted:
             raise
-        # After a restart nobody may be there to choose another port. The run matters more than the metrics.
+        # A restart may be unattended, so the run goes on without metrics instead of failing.
         logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
@@ -230,16 +230,17 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
                 yield collector
         finally:
             with contextlib.suppress(OSError):
-                # Another program may take the port, and would get the token with the next request.
+                # If the target stayed listed, Prometheus would send the token to any program that takes the port
+                # later.
                 _list_nothing(run_dir)
             await runner.cleanup()
 
 
 def _token(run_dir: Path) -> str:
-    """The run's token, created if missing. Raises ValueError for a file that another user owns or may read."""
+    """The run's bearer token, created if missing. Raises ValueError if another user owns or may read the file."""
     path = run_dir / "metrics" / "token"
     if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
-        # An earlier start was killed while it wrote the file.
+        # A start that was killed during the write left an empty file.
         path.unlink()
     try:
         return read_secret(path).strip()
@@ -250,9 +251,9 @@ def _token(run_dir: Path) -> str:
 
 
 def _list_nothing(run_dir: Path) -> bool:
-    """Clear the targets of an earlier start: another user's process may listen there by now, and would get the token.
+    """Empty targets.json, so that Prometheus sends no token to a program that may now listen at the old address.
 
-    Returns whether an earlier start had an endpoint. Raises OSError.
+    Returns True if there was a targets.json, which only an earlier start with an endpoint writes. Raises OSError.
     """
     path = run_dir / "metrics" / "targets.json"
     if path.exists():
@@ -262,7 +263,7 @@ def _list_nothing(run_dir: Path) -> bool:
 
 
 def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    """A factory of connections for the runner, which limits the number and the age of connections."""
+    """A protocol factory that limits the number and the age of the runner's connections."""
 
     def connection() -> asyncio.BaseProtocol:
         server = runner.server
@@ -270,10 +271,10 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
         assert server is not None
         protocol = server()
         if len(server.connections) >= MOST_CONNECTIONS:
-            # The connection has no transport yet, so it is closed in the next round of the loop.
+            # The connection has no transport yet, so the event loop closes the connection in its next round.
             loop.call_later(0.0, protocol.force_close)
         else:
-            # The first call closes after the answer in progress, the second call at once.
+            # `close` waits for an answer in progress, `force_close` a second later does not.
             loop.call_later(CONNECTION_S, protocol.close)
             loop.call_later(CONNECTION_S + 1.0, protocol.force_close)
         return protocol
@@ -282,7 +283,7 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ValueError naming the keys of the recipe."""
+    """A listening socket. Raises ValueError, which names the recipe's keys, if the address cannot be used."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
@@ -294,7 +295,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _address(listener: socket.socket) -> str:
-    """host:port at which other hosts reach a socket; this host's name if the socket listens at all addresses."""
+    """host:port at which Prometheus reaches a socket. The host's name stands for a socket that listens everywhere."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -1,9 +1,9 @@
 """The trainer's log-probability and entropy of single tokens, for the reader of completions on the page of a run.
 
 Every telemetry.token_scores_every steps, before the step, the trainer scores the best and the worst completion of a
-few groups of the batch with the weights that the loss then uses. The difference from the engine's log-probabilities,
-which the store has, is the mismatch of each token. Expert choices of the engine are not replayed. A resumed run
-scores the batches that are trained again.
+few groups of the batch, with the weights from which the step starts. The mismatch of a token is the difference from
+the engine's log-probability, which the store has. The trainer chooses experts by its own router, not by the engine's
+recorded choices. A resumed run also scores the batches that are trained again.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, write_score
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 _GROUPS = 4
-"""Number of groups of a batch with two scored completions each. The trainer waits for a forward pass over these
-completions."""
+"""Largest number of groups of a batch that are scored, with two completions each. The step waits for the forward pass
+over these completions."""
 
 
 class TokenScores:
-    """Has the trainer score some completions, every telemetry.token_scores_every steps."""
+    """Asks the trainer for token scores of some completions, every telemetry.token_scores_every steps."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
         self._every_steps = recipe.telemetry.token_scores_every
@@ -31,13 +31,13 @@ class TokenScores:
         self._run_dir = run_dir
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Score and write some completions of the groups if `step` is due; called before the step on the groups.
+        """Score some completions of the groups and write the scores, if `step` is a multiple of token_scores_every.
 
-        Raises as `TrainerClient`, and OSError.
+        The caller must call this before the step on the groups. Raises the errors of `TrainerClient`, and OSError.
         """
         if not self._every_steps or step % self._every_steps:
             return
-        # Most groups that are trained on have completions of different rewards.
+        # Groups with equal rewards are left out, since no completion is the best or the worst.
         groups_with_spread = [
             g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1
         ]
@@ -70,8 +70,7 @@ class TokenScores:
 
 
 def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
-    """(position, `types.Part.prompt_tokens`) of each sample of the completions with the highest and the lowest
-    reward."""
+    """(position in the block, `types.Part.prompt_tokens`) of each sample of the best and the worst completion."""
     rewards = [score.reward for score in group.scores]
     ends = [rewards.index(max(rewards)), rewards.index(min(rewards))]
     samples = [(group.positions[end], group.completions[end].samples) for end in ends]
@@ -79,5 +78,5 @@ def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """The values rounded to 1e-4, which keeps the file small."""
+    """The values rounded to four decimals, which keeps the file of scores small."""
     return [round(value, 4) for value in values]

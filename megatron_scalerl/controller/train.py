@@ -1,15 +1,16 @@
 """`megatron-scalerl train RECIPE`: runs a recipe, from the checks to the end of the run.
 
-    train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
-    _train       verifier processes, run folder (locked), controller.log, decoder processes
-    _attempts    engines, once; then attempts until an attempt does not fail
-    _attempt     resume point, journal, ledger, meter, trainer ranks, controller
+    train        checks inputs and folder; raises ValueError for user errors, before the run has files or processes
+    _train       starts verifier and decoder processes, locks the run folder and opens controller.log
+    _attempts    starts the engines once, then makes attempts until an attempt does not fail
+    _attempt     opens the ledger, starts the meter and the trainer's ranks, and runs the controller
 
-Each context manager releases all resources when the controller returns or raises. When the trainer fails, the attempt
-ends and the next attempt starts the trainer's ranks again from the newest checkpoint (trainer.max_restarts), while
-the engines keep running: to the ledger, the journal and the metrics the next attempt is a restart of the run.
+Each function releases all resources when the controller returns or raises. When the trainer fails, the attempt ends
+and the next attempt starts the trainer's ranks again from the newest checkpoint (at most trainer.max_restarts times
+without progress), while the engines keep running. The next attempt reads ledger, journal and metrics as a restart of
+the run does.
 
-Failures become user errors (exit code 2) or failures of the running run (exit code 1).
+A user error ends the command with exit code 2, a failure of the running run with exit code 1.
 """
 
 import asyncio
@@ -71,27 +72,24 @@ logger = logging.getLogger(__name__)
 
 
 class RunFailed(RuntimeError):
-    """A run failed after its start, not by a user error."""
+    """A run failed after its start, not by a user error. The message names the type of the original exception."""
 
 
 @contextmanager
 def log_failures(log: str | Path) -> Iterator[None]:
-    """A block around a run whose inputs are checked and whose folder exists.
+    """Append the log lines of the block, and the traceback of a failure, to `log`. The block runs a checked recipe.
 
-    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug. So every exception other than
-    RuntimeError and OSError becomes RunFailed, which names the exception's type. A RecipeError remains a user error.
-    Of an exception group the first exception is raised.
-
-    The controller's log lines and the traceback of every failure are appended to `log`. A note on the exception names
-    that file.
+    A RecipeError, RuntimeError or OSError is raised unchanged. Every other exception, also a ValueError, then comes
+    from an invalid answer of a peer, a damaged file or a bug, and becomes RunFailed. Of an exception group the first
+    exception is raised. A note on the exception names the log file.
     """
-    # A path may hold bytes that are not UTF-8.
+    # backslashreplace: a logged path may hold bytes that are not UTF-8.
     text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
     try:
         with log_to_file(text), _failures(log):
             yield
     finally:
-        # A full disk may make `close` fail. That error would take the place of the run's failure.
+        # `close` may fail on a full disk. The error must not replace the run's failure.
         with contextlib.suppress(OSError):
             text.close()
 
@@ -120,19 +118,19 @@ def _first_of(error: Exception) -> Exception:
 
 
 _RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
-"""Failures after which the trainer is started again. Every other failure ends the run."""
+"""Failures after which the next attempt starts the trainer again. All failures of other types end the run."""
 
 
 class StartFailed(RuntimeError):
-    """The processes of the first attempt did not start."""
+    """The engines or the trainer's ranks of the first attempt did not start, so no further attempt is made."""
 
 
 def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     """Start or resume the run of `recipe`; returns the reason why the run ended.
 
-    Raises ValueError for user errors (no file is written then), and RuntimeError and OSError for a failed process or
-    update. Raises HostsLeft if the job has lost a host of the trainer, and Stopped for a signal; SIGUSR1 first saves
-    a checkpoint. Started again, the run resumes from the last checkpoint.
+    Raises ValueError for user errors, before any file is written. Raises RuntimeError or OSError if a process or a
+    weight update fails, HostsLeft if the job has lost a host of the trainer, and Stopped for a signal (SIGUSR1 first
+    saves a checkpoint). After each of these failures the same command resumes the run from the last checkpoint.
     """
     map_large_blocks()
     takeover = Takeover(recipe.run_dir)
@@ -153,7 +151,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    # Environments are programs of the same user, and must not read this process's memory.
+    # Environments run as processes of the same user, and must not be able to read this process's memory.
     hide_memory()
     with loop_watcher() as pipe:
         work = _train(recipe, inputs, console, saving, hosts, placement, takeover, pipe)
@@ -161,7 +159,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
 
 
 def _next_start(run_dir: Path) -> str:
-    """How the run continues if the command is started again: the end of the sentence in `Stopped`."""
+    """Effect of starting the command again, as the predicate of a sentence; the `consequence` of `Stopped`."""
     newest = latest(run_dir / "checkpoints")
     if newest is None:
         return (
@@ -181,10 +179,10 @@ async def _train(
     pipe: int,
 ) -> str:
     async with watched_loop(pipe) as lag, TaskPools(tasks_of(recipe)) as verifier:
-        # The folder is created last, after every check for user errors.
+        # The run folder is created only after all checks for user errors.
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             write_contamination(folder.path, inputs.evaluation)
-            # A damaged folder is found before any device is held.
+            # Damaged files are found here, before engines and trainer start.
             resumed = await _resume(folder, console)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
@@ -208,7 +206,7 @@ async def _train(
 
 @record
 class _Run:
-    """The objects that the attempts of one process share."""
+    """The objects that all attempts of this process use."""
 
     recipe: Recipe
     inputs: Inputs
@@ -227,8 +225,8 @@ class _Run:
 async def _attempts(run: _Run, resumed: Resumed) -> str:
     """Run attempts until an attempt ends the run; returns the reason why the run ended.
 
-    resumed: the state from which the first attempt starts. Raises the failure of an attempt after
-    trainer.max_restarts restarts without progress.
+    resumed: the state from which the first attempt starts. Raises the failure of an attempt if a restart cannot help,
+    or after trainer.max_restarts restarts from one checkpoint.
     """
     restarts = 0
     newest = -1
@@ -251,7 +249,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                 except _RESTART as error:
                     if run.takeover.happened:
                         raise RuntimeError(
-                            f"a later attempt of the job has begun; this one failed: {error}"
+                            f"this attempt failed, and Slurm has begun a later attempt: {error}"
                         ) from error
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
@@ -259,7 +257,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     if too_few:
                         required_engines = minimum
                     await asyncio.to_thread(check_present, run.hosts, engines=required_engines)
-                    # Engines that are given up do not come back. Space on a full disk does not come back either.
+                    # A restart cannot help if too few engines are left, or if the disk is full.
                     if too_few or _is_full(error, run.folder.path):
                         raise
                     resumed = await _resume(run.folder, run.console)
@@ -276,15 +274,15 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
 
 
 def _is_full(error: BaseException, run: Path) -> bool:
-    """Whether a rank found no space for a file of the run. The next attempt would then also fail."""
+    """True if a trainer rank found no disk space for a file in the folder `run`. The next attempt would also fail."""
     if not isinstance(error, TrainerError) or not error.full:
         return False
     return Path(error.full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:
-    """Append a change of an engine. A failed write stops no eviction and no restart, since a full disk may
-    recover."""
+    """Append an engine's new state to engines.jsonl. A failed write is only logged, since the run can go on without
+    the line."""
     row = asdict(replace(member, client=None))
     del row["client"]
     try:
@@ -296,14 +294,14 @@ def _record(engines: JsonlWriter, member: Member) -> None:
 async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_since: float, first: bool) -> str:
     """Run one attempt, from the newest checkpoint to the end; returns the reason why the run ended.
 
-    held_since: time since which the devices are held, or the end of the previous attempt (monotonic seconds). first:
-    whether a failure to start is final, as after a user's mistake.
+    held_since: start of the time to charge, in monotonic seconds: when the devices were first held, or when the
+    previous attempt ended. first: True for the first attempt, after which a failure to start ends the run.
     """
     recipe = run.recipe
     folder = run.folder
     attempt = run.folder.attempt
     start = resumed.start
-    logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
+    logger.info("run %s: attempt %s begins at step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
@@ -345,17 +343,16 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
 
 
 async def _resume(folder: RunFolder, console: Console) -> Resumed:
-    """The newest intact checkpoint and the journal. A thread reads both, since the event loop watches engines
-    meanwhile."""
+    """The newest intact checkpoint and the journal, read in a thread while the event loop watches the engines."""
     with bounded():
         return await asyncio.to_thread(_read_run, folder, console)
 
 
 def _read_run(folder: RunFolder, console: Console) -> Resumed:
-    """The newest intact checkpoint and the journal, checked against each other."""
+    """The newest intact checkpoint and the journal, after a check for lost data (`check_history`)."""
     start = resume_point(folder.path)
     for line in start.damaged:
-        console.print(f"resuming from step {start.step}: {line}", highlight=False)
+        console.print(f"resuming from step {start.step}, not from a damaged checkpoint: {line}", highlight=False)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     return Resumed(start, history)

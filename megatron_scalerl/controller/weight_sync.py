@@ -5,26 +5,26 @@
        └────────────── WeightSync (controller) ┘
 
 Consumes: one version of the trainer's weights per update.
-Waits for: in each phase, the answers of all members (engines and, while sending, the trainer); for an engine while no
-engine is alive.
+Waits for: an engine, while no engine is alive; in each phase, the answers of all members of the update (engines and,
+while connecting and sending, the trainer).
 Unblocked by: the answers, weights.timeout_s, and the eviction of an engine, which ends the requests to that engine.
 Engines pause between two tokens and keep their requests, so no phase waits for a completion.
 
 The life of an update (`_update`, `_send`):
 
-    needs, digest, connect   only if the engines have changed since the last update: `_connect` forms new groups
+    needs, digest, connect   only if the engines have changed since the last update: `_connect` makes process groups
     pause, start             the engines stop between two tokens
     update, finish, verify   the engines receive, write and label the weights, and report digests for comparison
     resume                   the engines go on, and serve the version from then on
 
-`publish` updates every engine that is alive (`engine.membership`); an engine held for a measurement is not alive in
-this sense. `catch_up` updates the stale engines alone, while all other engines go on.
+`publish` updates every engine that is alive (`engine.membership`); an engine held for a measurement does not count as
+alive. `catch_up` updates only the engines whose weights are out of date, while all other engines go on.
 
-An engine that fails is evicted, and the update is repeated with the remaining engines: an engine serves a version
-only after an update that succeeded in every phase. In `connect` and `update` the failure of one member makes every
-member fail. If no failed member is known to be gone, the update is tried _TRIES times. Then the newcomers are
-evicted: engines that have completed no update of this trainer. Without newcomers, or before any engine has completed
-an update, the failure is raised as a WeightUpdateError.
+An engine that fails is evicted, and the update is repeated with the remaining engines. An engine serves a version
+only after an update that succeeded in every phase. In `connect` and `update` one failed member makes every member
+fail, so the failed member is unknown unless an engine was evicted meanwhile. The update is then tried _TRIES times.
+After the last try the newcomers are evicted, that is, engines that have completed no update of this trainer. Without
+newcomers, or before any engine has completed an update, WeightUpdateError is raised.
 """
 
 import asyncio
@@ -58,44 +58,46 @@ from megatron_scalerl.weights.transport import resolve_transport
 logger = logging.getLogger(__name__)
 
 _TRIES = 3
-"""Number of attempts at an update whose broadcast fails although no engine is known to be gone."""
+"""Number of attempts at an update that fails although no engine could be evicted for the failure."""
 _COLLECTIVE = ("connect", "update")
 """Phases in which the failure of one member makes every member fail."""
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
-"""Metrics of a batch without a weight update."""
+"""Metrics of a batch that no weight update follows."""
 
 
 class WeightUpdateError(RuntimeError):
-    """The weights could not be sent. The message names engine or trainer, and the phase."""
+    """The weights could not be sent to the engines. The message names the failed members and the phase."""
 
 
 class WeightsRefused(RuntimeError):
-    """The trainer's tensors do not match an engine's model; the message names engine and tensor."""
+    """All engines refused the trainer's tensors in the first update. The message names engines and tensors."""
 
 
 class WeightsUnchanged(RuntimeError):
-    """Optimizer steps changed no value; the message names the version and the last of the steps."""
+    """Optimizer steps changed no value of the weights. The message names the version and describes the last step."""
 
 
 class _TensorsRefused(EngineError):
-    """The trainer's tensors do not match this engine's model."""
+    """The trainer's tensors do not match the model of one engine."""
 
 
 class _Place(NamedTuple):
-    """The place of one worker of an engine among the receivers."""
+    """The place of one worker of an engine among the receivers of the weights."""
 
     shard: int
-    """Number of the worker's shard. Workers with equal needs share a shard, and a process group with the sender."""
+    """Number of the worker's shard. Workers that need equal parts of the tensors have one shard, and form a process
+    group with the shard's sender."""
     rank: int
     """Rank in the process group; the sender has rank 0."""
 
 
 class _PhaseFailed(Exception):
-    """Some members failed in a phase."""
+    """One or more engines, or the trainer, failed in a phase of an update."""
 
     def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, all_refused: bool):
-        """engines: failed engine -> line about the failure. all_refused: all members refused the tensors."""
+        """engines: failed engine -> line about the failure. lines: these lines, with the trainer's failure first.
+        all_refused: True if every engine refused the trainer's tensors."""
         self.phase = phase
         self.engines = engines
         self.all_refused = all_refused
@@ -106,10 +108,10 @@ class _Phases:
     """The phases of one attempt at an update."""
 
     def __init__(self, limit_s: float):
-        """limit_s: weights.timeout_s."""
+        """limit_s: time limit for the answers in a phase (s), weights.timeout_s."""
         self._limit_s = limit_s
         self.seconds: dict[str, float] = {}
-        """Phase -> seconds until all members had answered."""
+        """Phase -> seconds until all engines, and the trainer if called, had answered."""
 
     async def call_all(
         self,
@@ -118,20 +120,20 @@ class _Phases:
         call: Callable[[EngineClient], Awaitable[Any]],
         trainer: Awaitable[Any] | None = None,
     ) -> list[Any]:
-        """The answers of concurrent calls to the engines; with `trainer`, the trainer's answer comes first.
+        """Call all engines and, if given, `trainer` at the same time; returns the answers, the trainer's first.
 
-        Raises _PhaseFailed if members failed, and unchanged a failure that ends the trainer or is a bug, in both
-        cases once all members have answered.
+        After all calls have ended, raises TrainerError and unexpected exceptions unchanged, and _PhaseFailed for all
+        other failures.
         """
         calls = [call(engine) for engine in engines]
         if trainer is not None:
             calls.insert(0, trainer)
         begin = time.perf_counter()
-        # Without return_exceptions, a failure would leave calls running into the next attempt.
+        # With return_exceptions, gather waits for all calls, so no call still runs when the next try begins.
         results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
-            # A TrainerError is also a RuntimeError, but ends the trainer: no further update can help.
+            # TrainerError is a RuntimeError, too, but is raised: the trainer has failed, so no retry can succeed.
             is_failed_member = isinstance(result, RuntimeError | ValueError | OSError)
             if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not is_failed_member):
                 raise result
@@ -161,32 +163,32 @@ class WeightUpdate:
     """A finished weight update, with times and bytes."""
 
     version: int
-    """Policy version that every engine serves after the update."""
+    """Policy version that the updated engines serve."""
     seconds_paused: float
-    """Seconds from the pause of the last engine to the resumption of the first."""
+    """Seconds from the moment when all engines are paused until the first engine resumes."""
     seconds_total: float
-    """Seconds of the whole update, including connecting and attempts that failed."""
+    """Seconds of the update from begin to end, including connecting and attempts that failed."""
     phases: Mapping[str, float]
     """Phase of the last attempt -> seconds until all members had answered.
 
-    `needs` and `connect` occur if the members were new. The other phases are `pause`, `start`, `update` (packed,
-    sent, received, written), `finish`, `verify` and `resume`.
+    `needs`, `digest` and `connect` occur only if the engines have changed. `update` covers packing, sending,
+    receiving and writing. `pause`, `start`, `finish`, `verify` and `resume` always occur.
     """
     seconds_sending: float
     """Seconds in which the trainer packed and sent the weights, measured by the trainer's rank 0."""
     bytes: int
-    """Bytes that all senders sent, padding included."""
+    """Bytes that all sending ranks of the trainer sent, padding included."""
     whole_bytes: int
-    """Bytes that all senders would have sent without weights.deltas."""
+    """Bytes that all sending ranks of the trainer would have sent with weights.deltas off."""
     most_sent: int
-    """Largest number of bytes that one sender sent."""
+    """Largest number of bytes that one sending rank of the trainer sent."""
     most_received: int
     """Largest number of bytes that one worker of an engine received."""
     digest: str
-    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest`)."""
+    """Digest of the weights' values, by shard; does not depend on the trainer's layout (`weights.digest`)."""
 
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the update, for the step's record."""
+        """The metrics of the update for metrics.jsonl."""
         return {
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
@@ -209,7 +211,7 @@ class WeightSync:
         self._engines = engines
         self._recipe = recipe
         self._connected: dict[EngineClient, list[_Place]] = {}
-        """Engine of the last update -> places of the engine's workers; empty after a failure."""
+        """Engine of the last update -> places of the engine's workers; empty after a failed update."""
         self._sent_changes = False
         """True if the last update sent changes, not whole tensors (weights.deltas)."""
         self._proven: list[EngineClient] = []
@@ -221,14 +223,15 @@ class WeightSync:
         self._lock = asyncio.Lock()
 
     def trained(self, report: StepReport) -> None:
-        """Note an optimizer step that the next published version includes."""
+        """Note an optimizer step. `publish` checks whether the noted steps have changed the weights."""
         self._steps.append(report)
 
     async def publish(self, version: int) -> WeightUpdate:
-        """Send the trainer's weights to every engine that is alive, labeled with this version.
+        """Send the trainer's weights, labeled with `version`, to every engine that is alive.
 
-        Waits while no engine is alive. Raises WeightUpdateError, WeightsUnchanged if the steps since the last version
-        had a gradient and changed no value, and TrainerError if the trainer failed.
+        Waits while no engine is alive but an engine may still join. Raises WeightUpdateError if no engine is left or
+        all tries fail, WeightsRefused if the first engines' models do not match, WeightsUnchanged if steps with a
+        gradient changed no value since the last version, and TrainerError if the trainer failed.
         """
         while True:
             await self._engines.until(lambda: bool(self._engines.alive) or not self._engines.left)
@@ -240,14 +243,14 @@ class WeightSync:
                 return update
 
     def _check_changed(self, update: WeightUpdate) -> None:
-        """Raises WeightsUnchanged if steps that had to change values changed no value.
+        """Raises WeightsUnchanged if steps that must have changed weights changed no value since the last version.
 
-        The comparison of digests with the engines does not find this fault: trainer and engines also agree if the
-        optimizer's weights never reach the model.
+        `_verify` does not find this fault: digests of trainer and engines also agree if the optimizer's weights never
+        reach the model.
         """
         policy = self._recipe.policy
         least_lr = 0.0
-        # In bfloat16 a step of the warm-up may be too small to change any element.
+        # In bfloat16 a warm-up step may be too small to change any element, so only steps at the full rate count.
         if policy.dtype == "bfloat16":
             least_lr = self._recipe.optimizer.lr
         moves = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least_lr]
@@ -263,11 +266,11 @@ class WeightSync:
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
-        """Send the weights, which are `version`, to the stale engines; None if no stale engine is left."""
+        """Send the weights, which are `version`, to engines with older weights; None if there is no such engine."""
         return await self._update(version, lambda: self._engines.stale)
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
-        """Send the weights to `members()`, without engines that fail; None if no engine is left."""
+        """Send the weights to the engines that `members` returns, again after failures; None without an engine."""
         begin = time.perf_counter()
         failures = 0
         async with self._lock:
@@ -275,7 +278,7 @@ class WeightSync:
                 try:
                     return await self._send(version, engines, begin)
                 except _PhaseFailed as failed:
-                    # A broken process group cannot be used again.
+                    # A process group cannot be used after a failure, so the next try connects anew.
                     self._connected = {}
                     if failed.all_refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
@@ -284,28 +287,28 @@ class WeightSync:
                     if failures == _TRIES:
                         failures = 0
                         self._evict_newcomers(failed, engines)
-                    logger.warning("weights of version %d are sent again: %s", version, failed)
+                    logger.warning("the weights of version %d are sent again after a failure: %s", version, failed)
         return None
 
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
-        """Evict the engines that caused a failure; True if an engine is evicted, or was evicted meanwhile."""
+        """Evict the engines that caused a failure. True if an engine was evicted, here or during the phase."""
         engine_is_gone = any(engine not in self._engines.alive for engine in engines)
         all_failed = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
-            # One engine made every engine fail, and the answers do not show which engine.
+            # In a collective phase one failure makes all engines fail, and no answer shows which engine failed first.
             return engine_is_gone
         if failed.phase == "verify" and all_failed and self._sent_changes:
-            # Changes alone were sent, and the trainer's weights had changed without a record. The next attempt uses a
-            # new connection, over which whole tensors are sent.
+            # Only changes were sent, and all engines disagree with the trainer: the trainer's record of changes
+            # missed changes. The next try connects anew, and so sends whole tensors.
             return False
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
         return engine_is_gone or bool(failed.engines)
 
     def _evict_newcomers(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> None:
-        """Evict the engines that have completed no update.
+        """Evict the newcomers, that is, engines that have completed no update of this trainer.
 
-        Raises WeightUpdateError if no newcomer or no proven engine exists.
+        Raises WeightUpdateError if there is no newcomer, or if all engines are newcomers.
         """
         newcomers = [engine for engine in engines if engine not in self._proven]
         if not newcomers or not self._proven:
@@ -315,7 +318,7 @@ class WeightSync:
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = _Phases(self._recipe.weights.timeout_s)
-        # The order of the engines also counts, because the workers' ranks in the groups follow from the order.
+        # Lists are compared, because the workers' ranks in the process groups depend on the order of the engines.
         if engines != list(self._connected):
             self._connected = await self._connect(engines, phases)
         clear = self._recipe.rollouts.kv_cache == "recompute"
@@ -331,14 +334,14 @@ class WeightSync:
         answers = await phases.call_all("update", engines, write, trainer=self._trainer.send_weights(version))
         report: SendReport = answers[0]
         self._sent_changes = report.bytes < report.whole_bytes
-        # The label comes first, since `_verify` checks the label. The engines stay paused until both phases end.
+        # `finish` labels the weights before `verify`, which checks the label. Engines stay paused in both phases.
         await phases.call_all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
         await phases.call_all(
             "verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine])
         )
         resumed = time.perf_counter()
         for engine in engines:
-            # Requests that are sent during the update continue prefixes of the previous version, like requests in
+            # Requests that were sent to a paused engine count as begun at the previous version, like requests in
             # flight.
             engine.note_version(version)
         await phases.call_all("resume", engines, lambda engine: engine.resume())
@@ -359,9 +362,9 @@ class WeightSync:
         )
 
     async def _connect(self, engines: list[EngineClient], phases: _Phases) -> dict[EngineClient, list[_Place]]:
-        """Join the trainer's senders and the engines in new process groups, leaving earlier groups.
+        """Join the trainer's sending ranks and the engines' workers in new process groups, one for each shard.
 
-        Returns the places of each engine's workers.
+        All members leave earlier groups. Returns the places of each engine's workers.
         """
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
@@ -369,16 +372,16 @@ class WeightSync:
         needs: list[list[str]] = await phases.call_all(
             "needs", engines, lambda engine: self._needs(engine, manifest, problems)
         )
-        # needs of a shard, as text -> size of the shard's process group, in the order of the shards' numbers
+        # needs of a shard as JSON -> size of the shard's process group. Shards are numbered in the order of the keys.
         sizes: dict[str, int] = {}
         places: dict[EngineClient, list[_Place]] = {engine: [] for engine in engines}
         for engine, worker_needs in zip(engines, needs):
             for need in worker_needs:
-                # The sender has rank 0, so the workers' ranks begin at 1.
+                # The sending rank of the trainer has rank 0 in the group, so the workers' ranks begin at 1.
                 rank = sizes.setdefault(need, 1)
                 sizes[need] += 1
                 places[engine].append(_Place(list(sizes).index(need), rank))
-        # The plans of large models take seconds, which the event loop cannot spare.
+        # For a large model, parsing takes seconds, during which the event loop must not block.
         shard_needs = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in sizes))
         plan = await self._trainer.plan_weights(shard_needs)
         plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(sizes))])
@@ -387,7 +390,7 @@ class WeightSync:
                 section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
             ),
             rendezvous=self._trainer.rendezvous,
-            # Each group gets a new name, because members of a broken group may still wait under the old name.
+            # Each connection gets a new name, because workers may still wait under a failed connection's name.
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(sizes.values()),
             bucket_mib=section.bucket_mib,
@@ -397,7 +400,7 @@ class WeightSync:
         )
 
         async def join(engine: EngineClient) -> None:
-            # An engine gets only the plans of its own shards, because a plan may have megabytes.
+            # A plan may have megabytes, so an engine gets only the plans of its own shards.
             engine_plans = [""] * len(plans)
             for place in places[engine]:
                 engine_plans[place.shard] = plans[place.shard]
@@ -408,19 +411,19 @@ class WeightSync:
             }
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-        # A group forms only once all members have come, so the calls have to run at the same time.
+        # A process group forms once all members have joined, so engines and trainer are called at the same time.
         await phases.call_all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
-        """weights.deltas, or "off" if an engine's weight loader takes whole tensors only and reports no digest."""
+        """weights.deltas; "off" if an engine's weight loader takes only whole tensors, and so reports no digest."""
         deltas = self._recipe.weights.deltas
         if deltas == "off":
             return deltas
         answers = await phases.call_all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
         for engine, digests in zip(engines, answers):
             if not isinstance(digests, list) or not all(digests):
-                logger.warning("weights.deltas is off: the weight loader of %s takes whole tensors only", engine.name)
+                logger.warning("weights.deltas has no effect: the loader of %s needs whole tensors", engine.name)
                 return "off"
         return deltas
 
@@ -429,38 +432,36 @@ class WeightSync:
     ) -> list[str]:
         """Ask an engine's workers which parts of the manifest's tensors each worker needs.
 
-        An unfinished update of the engine is abandoned first: otherwise vLLM refuses to start an update. problems:
-        answers of earlier engines -> the problem. Raises _TensorsRefused if the tensors do not match the engine's
-        model.
+        An unfinished update of the engine is abandoned first, since vLLM refuses to start a second update. problems:
+        cache of checks, answers of an engine -> `_problem`. Raises _TensorsRefused if the tensors do not match the
+        engine's model, and EngineError for invalid answers.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
-            raise EngineError(
-                f"msrl_weight_needs: the answer {answers!r} does not hold the needs of the engine's workers"
-            )
+            raise EngineError(f"msrl_weight_needs: the answer is {answers!r}, not one text for each worker")
         if refusal := next((a for a in answers if a.startswith(REFUSED)), ""):
             raise _TensorsRefused(refusal.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered, no divisor of the engine's {world_size} workers"
+                f"msrl_weight_needs: {len(answers)} workers answered, which must divide the {world_size} workers"
             )
-        # Engines of one kind answer alike, and a check of a large model takes seconds, so equal answers are checked
+        # Equal engines give equal answers. A check takes seconds for a large model, so equal answers are checked
         # once.
         key = tuple(answers)
         if key not in problems:
             problems[key] = await asyncio.to_thread(_problem, manifest, set(answers))
         if problems[key]:
             raise _TensorsRefused(problems[key])
-        # vLLM asks only the workers of the first data-parallel rank. The workers of later ranks have equal needs.
+        # vLLM passes the call only to workers of the first data-parallel rank. Later ranks need the same.
         return list(answers) * (world_size // len(answers))
 
 
 async def _verify(engine: EngineClient, version: int, report: SendReport, places: Sequence[_Place]) -> None:
-    """Compare the digests of an engine's received bytes and of the engine's values with the trainer's digests.
+    """Compare an engine's version and digests, of received bytes and of weights in use, with the trainer's.
 
-    places: places of the engine's workers. Raises EngineError, with both digests.
+    places: places of the engine's workers. Raises EngineError for a difference; the message has both sides.
     """
     info = await engine.info()
     # As in `_needs`, only the workers of the first data-parallel rank report digests.
@@ -471,16 +472,16 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
         raise EngineError(f"the engine has version and digests {received_state}, but the trainer sent {sent_state}")
     live_digests = await engine.rpc("msrl_live_digest")
     if not isinstance(live_digests, list) or len(live_digests) != len(info.weight_digests):
-        raise EngineError(f"msrl_live_digest: the answer {live_digests!r} does not hold a digest of each worker")
+        raise EngineError(f"msrl_live_digest: the answer is {live_digests!r}, not one digest for each worker")
     for worker, (place, digest) in enumerate(zip(places, live_digests)):
         values = report.values[place.shard]
-        # The digest is empty for a loader that takes whole tensors only.
+        # A worker whose loader takes only whole tensors reports an empty digest, which cannot be compared.
         if digest not in (values, ""):
             raise EngineError(f"worker {worker}: the weights have digest {digest}, but the trainer sent {values}")
 
 
 def _problem(manifest: Manifest, answers: set[str]) -> str:
-    """The mismatch between a manifest and the needs of an engine's workers, as a line; empty without a mismatch."""
+    """A line that names a manifest tensor and the workers' needs that do not match; empty if all match."""
     try:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:

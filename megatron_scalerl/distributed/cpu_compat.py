@@ -1,8 +1,8 @@
 """Patches with which Megatron-Core 0.19.2 trains on CPUs over gloo.
 
-Opt-in: nothing happens at import, and `install()` raises if a GPU is visible.
-Each patch is a function that names the upstream lines (megatron/core/...) that need the patch.
-tests/distributed/test_cpu_compat_patches.py shows for each patch that upstream still fails unpatched.
+An import patches nothing: the caller must call `install()`, which raises ValueError if a GPU is visible. Each patch
+is a function whose docstring names the upstream lines (megatron/core/...) that need the patch.
+tests/distributed/test_cpu_compat_patches.py shows for each patch that Megatron-Core still fails without the patch.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ABSENT = object()
 
 
 def install(*, without: Collection[str] = ()) -> None:
-    """Install all patches but those in `without`, which is for tests. A second call does nothing.
+    """Install all patches except the patches named in `without`, which only tests use. A second call does nothing.
 
     Raises ValueError if a GPU is visible.
     """
@@ -47,13 +47,13 @@ WITHOUT_TE = (
     "adamw_step_of_loaded_state",
     "adamw_step_per_parameter",
 )
-"""Names of the patches for bugs of Megatron-Core that occur on every device without Transformer Engine."""
+"""Names of the patches that GPUs also need if Megatron-Core runs without Transformer Engine's layers."""
 
 
 def install_without_te() -> None:
-    """Install the patches of WITHOUT_TE on GPUs without Transformer Engine.
+    """Install the patches of WITHOUT_TE, on GPUs without Transformer Engine's layers.
 
-    The patches of AdamW are only for PyTorch's AdamW.
+    The patches of AdamW are left out if Megatron-Core uses another AdamW than PyTorch's.
     """
     if _undo:
         return
@@ -64,7 +64,7 @@ def install_without_te() -> None:
 
 
 def uninstall() -> None:
-    """Take all patches back, so that upstream's code runs."""
+    """Remove all patches, so that the code of Megatron-Core and torch runs unchanged."""
     while _undo:
         owner, name, original = _undo.pop()
         if original is _ABSENT:
@@ -79,7 +79,7 @@ def _patch(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set owner.name, and record the previous value for `uninstall`."""
+    """Set the attribute `name` of `owner`, and keep the previous value for `uninstall`."""
     _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 
@@ -89,7 +89,7 @@ def _core(name: str) -> ModuleType:
 
 
 class _Overriding(ModuleType):
-    """A stand-in for a module in one upstream file: some attributes are replaced, all others are the module's."""
+    """A module object with some attributes replaced. All further attributes come from `module`."""
 
     def __init__(self, module: ModuleType, **overrides: Any):
         super().__init__(module.__name__)
@@ -112,7 +112,7 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 @_patch
 def current_device() -> None:
-    """`torch.cuda.current_device()` returns the CPU, where upstream then allocates about forty buffers.
+    """`torch.cuda.current_device()` returns the CPU. Megatron-Core allocates about forty buffers on this device.
 
     models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:715; tensor_parallel/mappings.py:95,
     145,152,185,447; tensor_parallel/layers.py:647; transformer/moe/router.py:98,184,193;
@@ -124,7 +124,7 @@ def current_device() -> None:
 
 @_patch
 def rng_state() -> None:
-    """Megatron's RNG tracker uses the CPU's RNG.
+    """Megatron's tracker of random number generators (RNG) uses the CPU's generator.
 
     tensor_parallel/random.py:104-178 (get and set), 303-308 (add), 333 (a warning that the CPU's RNG state has
     changed, which is intended here), 490 (the default seed)
@@ -146,13 +146,13 @@ LITERAL_FILES = (
     "dist_checkpointing.strategies.state_dict_saver",  # line 204
     "dist_checkpointing.exchange_utils",  # lines 103, 109, 329
 )
-"""Modules of Megatron-Core with device="cuda" literals, on the given lines. Each module gets a replaced `torch` that
-maps the literals to the CPU."""
+"""Files of Megatron-Core with device="cuda" literals, each with the lines. In these files `torch` is replaced by an
+object that takes "cuda" for the CPU."""
 
 
 @_patch
 def device_literal() -> None:
-    """`device="cuda"` literals mean the CPU in LITERAL_FILES, and only there."""
+    """The literal `device="cuda"` means the CPU in LITERAL_FILES. All other files use torch unchanged."""
     names = ("tensor", "zeros", "ones", "empty", "full", "empty_like")
     proxy = _Overriding(torch, **{name: _factory_on_cpu(getattr(torch, name)) for name in names})
     for name in LITERAL_FILES:
@@ -171,7 +171,7 @@ def cuda_method() -> None:
 
 @_patch
 def type_name() -> None:
-    """`Tensor.type()` returns "torch.cuda.FloatTensor", the string by which upstream groups parameters.
+    """`Tensor.type()` returns "torch.cuda.FloatTensor" and so on, as Megatron-Core expects when grouping parameters.
 
     optimizer/distrib_optimizer.py:401,466,758; optimizer/optimizer.py:1009,1028; optimizer/clip_grads.py:174
     """
@@ -195,7 +195,7 @@ def synchronize() -> None:
 
 
 class _Stream:
-    """A stream that is always idle, whose events are always complete."""
+    """Stands for a CUDA stream and for a CUDA event. All work counts as complete at once."""
 
     def wait_stream(self, stream: "_Stream") -> None:
         pass
@@ -208,15 +208,15 @@ class _Stream:
 
 
 STREAM_FILES = (
-    "transformer.moe.token_dispatcher",  # lines 469, 922-946: the all-to-all's side stream
-    "distributed.param_and_grad_buffer",  # line 632: waits for the gradients of CUDA graphs, of which there are none
+    "transformer.moe.token_dispatcher",  # lines 469, 922-946: a separate stream for the all-to-all
+    "distributed.param_and_grad_buffer",  # line 632: waits for gradients of CUDA graphs, which do not exist on CPUs
 )
-"""Upstream files that use CUDA streams unconditionally."""
+"""Files of Megatron-Core that use CUDA streams on every device."""
 
 
 @_patch
 def streams() -> None:
-    """CUDA streams are always idle in STREAM_FILES."""
+    """In STREAM_FILES every CUDA stream is a `_Stream`, which is always idle."""
     idle = _Stream()
     cuda = _Overriding(
         torch.cuda,
@@ -231,17 +231,17 @@ def streams() -> None:
 
 @_patch
 def router_gemm() -> None:
-    """The router's fp32 product is torch's, since Transformer Engine's product uses TF32 whatever torch's settings
-    are.
+    """The MoE router's fp32 matrix product is computed by torch. Transformer Engine's product would use TF32 even if
+    torch's settings forbid TF32.
 
-    transformer/moe/moe_utils.py:1326,1359 call an installed Transformer Engine even under plain layers.
+    transformer/moe/moe_utils.py:1326,1359 call Transformer Engine if installed, even for plain layers.
     """
     _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 
 
 @_patch
 def router_not_compiled() -> None:
-    """The router counts tokens without torch.compile, which would need a C++ compiler.
+    """The MoE router counts tokens without torch.compile, which would need a C++ compiler.
 
     transformer/moe/router.py:727
     """
@@ -252,7 +252,7 @@ def router_not_compiled() -> None:
 
 @_patch
 def split_sizes() -> None:
-    """Split sizes of the all-to-all are passed to gloo as numbers.
+    """The sizes of the splits in the experts' all-to-all are passed to gloo as integers.
 
     transformer/moe/moe_utils.py:1184 converts only GPU tensors; transformer/moe/token_dispatcher.py:930-936 then
     passes tensors to all_to_all_single, which requires integers.
@@ -270,7 +270,7 @@ def split_sizes() -> None:
 def uneven_gather() -> None:
     """`all_gather` of tensors with unequal shapes pads the tensors first, since gloo requires equal shapes.
 
-    tensor_parallel/mappings.py:154; needed for experts with both tensor and expert parallelism.
+    tensor_parallel/mappings.py:154. Experts with both tensor and expert parallelism gather unequal shapes.
     """
     all_gather = torch.distributed.all_gather
 
@@ -292,10 +292,10 @@ def uneven_gather() -> None:
 
 @_patch
 def adamw_state_before_first_step() -> None:
-    """A new optimizer creates the AdamW state before a checkpoint is loaded.
+    """An optimizer without AdamW state creates the state before a checkpoint is loaded.
 
     optimizer/distrib_optimizer.py:838-839 asserts exactly one value of `step`, which torch's AdamW only has after the
-    first step. Learning rate and weight decay are 0 in the dummy step that creates the state.
+    first step. A dummy step creates the state, with learning rate and weight decay 0, so that no weight changes.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.sharded_state_dict
@@ -318,10 +318,10 @@ def adamw_state_before_first_step() -> None:
 
 @_patch
 def adamw_step_of_loaded_state() -> None:
-    """Loading the state of a parameter keeps the parameter's `step`.
+    """Loading the optimizer state of a parameter keeps the parameter's present `step` if the loaded state has none.
 
-    optimizer/distrib_optimizer.py:1225 indexes tensors[key] for every key of the state. The fully reshardable load
-    (:2389) has dropped `step`, so the index raises KeyError.
+    optimizer/distrib_optimizer.py:1225 reads tensors[key] for every key of the state. A load in the fully reshardable
+    format (line 2389) has dropped `step`, so tensors["step"] raises KeyError.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class._set_main_param_and_optimizer_states
@@ -341,7 +341,7 @@ def adamw_step_per_parameter() -> None:
     """After a load every parameter has a `step` tensor of its own, on the parameter's device if AdamW is fused.
 
     optimizer/distrib_optimizer.py:1024-1032 gives all parameters one shared `step` tensor in host memory. torch's
-    AdamW then increments this tensor once per parameter, and the bias correction is silently wrong after a resume.
+    AdamW would increment the shared tensor once per parameter, and so make a wrong bias correction after a resume.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.load_state_dict

@@ -1,8 +1,7 @@
 """Device abstraction: the one module of the package that uses `torch.cuda`.
 
 All other modules take devices from a tensor or from `device()`, the backend of collectives from `backend()`, and
-layers from `HAVE_TE`. Without a visible GPU `prepare` installs `cpu_compat`, which patches Megatron-Core and is never
-installed by an import.
+choose layers by `HAVE_TE`. Without a visible GPU `prepare` patches Megatron-Core (`cpu_compat`).
 """
 
 import importlib.util
@@ -23,16 +22,16 @@ from megatron_scalerl.distributed import cpu_compat
 logger = logging.getLogger(__name__)
 
 HAVE_GPU: bool = torch.cuda.is_available()
-"""True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
+"""True if PyTorch sees a GPU. Set CUDA_VISIBLE_DEVICES to the empty string to use the CPUs of a machine with GPUs."""
 
 LAYERS: str = os.environ.get("MSRL_LAYERS", "")
-"""MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires the layers, "" enables the layers where
-Transformer Engine runs."""
+"""Environment variable MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires the layers, "" uses
+the layers if Transformer Engine is installed and a GPU is visible."""
 
 _CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
-"""True if Transformer Engine's layers are used: the package is installed, a GPU is visible, and MSRL_LAYERS
-permits."""
+"""True if Transformer Engine's layers are used: the package is installed, a GPU is visible, and MSRL_LAYERS is not
+"plain"."""
 
 
 def device() -> torch.device:
@@ -71,11 +70,12 @@ def backend() -> str:
 def prepare(
     *, threads: int, deterministic: bool, variables: Mapping[str, str] = MappingProxyType({})
 ) -> torch.device:
-    """Prepare this process for training and return the device; call once, before the model is built.
+    """Prepare this process for training and return the device. Must be called once, before the model is built.
 
-    A CPU gets the compatibility patches and `threads`. A GPU gets the `variables` that are not in the environment, is
-    selected, and runs without TF32, so that fp32 products are exact. Raises ValueError for layers in MSRL_LAYERS that
-    are not available here, and for environment variables that contradict a deterministic run.
+    On a CPU: installs the patches of `cpu_compat` and sets torch's number of threads. On a GPU: sets those
+    `variables` that the environment lacks, selects the GPU, and turns TF32 off, so that fp32 products are exact.
+    Raises ValueError if the layers that MSRL_LAYERS requires are not available, or if an environment variable
+    contradicts `deterministic`.
     """
     if LAYERS == "te" and not _CAN_TE:
         raise ValueError("MSRL_LAYERS: 'te' needs Transformer Engine and a visible GPU; set plain")
@@ -102,8 +102,8 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-"""Environment variable -> values that keep a run on GPUs deterministic; our default comes first. NCCL's values are
-those of Megatron-LM's --deterministic-mode."""
+"""Environment variable -> values with which a run on GPUs is deterministic; the first is set by default. The values
+for NCCL are from Megatron-LM's --deterministic-mode."""
 
 
 def _set_deterministic() -> None:
@@ -115,14 +115,13 @@ def _set_deterministic() -> None:
 
 
 def connect_peers() -> None:
-    """Run the first collective of the world on GPUs, so that ranks that cannot reach each other fail here, not in a
+    """Run a collective of all ranks, if on GPUs. Ranks that cannot reach each other then fail at the start, not in a
     step.
 
-    Without this call NCCL creates the world's communicator when the first step ends. `init_process_group(device_id=)`
-    would also create the communicator at once, but is not used. PyTorch would then split the communicator for every
-    subgroup and require ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron has
-    several gloo groups in which ranks outside do not take part (torch/distributed/distributed_c10d.py:2040-2057 of
-    2.13).
+    Without this call NCCL would create the world's communicator only at the end of the first step. The argument
+    `device_id` of `init_process_group` would also create the communicator at once, but PyTorch would then split the
+    communicator for every subgroup, and require that ranks outside of the subgroup take part, also for gloo groups
+    (torch/distributed/distributed_c10d.py:2040-2057 of 2.13). Megatron creates gloo groups without ranks outside.
     """
     if HAVE_GPU:
         dist.all_reduce(torch.zeros(1, device=device()))
@@ -130,7 +129,7 @@ def connect_peers() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs. Call after `parallel.join_world`."""
+    """Seed the random number generators of Python, numpy, torch and Megatron. Needs Megatron's process groups."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)
@@ -141,16 +140,16 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def labelled(name: str) -> Iterator[None]:
-    """A block that torch's profiler shows under this name. On a GPU NVTX marks the block too, for Nsight Systems."""
+    """Label the block with this name in torch's profiler and, on a GPU, with NVTX for Nsight Systems."""
     with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if HAVE_GPU else nullcontext():
         yield
 
 
 @contextmanager
 def recorded_memory(path: Path) -> Iterator[None]:
-    """A block whose allocations on a GPU are written to `path`, for pytorch.org/memory_viz, even after an exception.
+    """Record the GPU memory allocations of the block and write the record to `path`, even after an exception.
 
-    If the file cannot be written, the log says so.
+    pytorch.org/memory_viz shows the file. A file that cannot be written is logged. Does nothing without a GPU.
     """
     if not HAVE_GPU:
         yield
@@ -168,6 +167,6 @@ def recorded_memory(path: Path) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the work that is queued on `device()`, so that wall times include the work."""
+    """Wait for the work that is queued on the GPU, so that measured wall times include the work."""
     if HAVE_GPU:
         torch.cuda.synchronize()

@@ -1,20 +1,21 @@
-"""The GPUs and sequences for which Transformer Engine 2.20.2 has a fused attention kernel for packed rows.
+"""Says for which GPUs and sequences Transformer Engine 2.20.2 has a fused attention kernel for packed rows.
 
-The rules are taken from Transformer Engine's source. The kernel has been run on an H200.
+The rules are taken from Transformer Engine's source. The kernel was also run on an H200.
 """
 
 MOST_SCORES = 1 << 30
-"""Number of attention scores (heads x queries x keys) from which on Hopper has no fused deterministic backward pass.
-The pass would ask for 128 bytes of workspace per score."""
+"""Number of attention scores (heads x queries x keys) from which on there is no deterministic fused backward pass on
+Hopper. The pass would need 128 bytes of workspace per score."""
 
 
 def why_unfused(
     capability: tuple[int, int], *, deterministic: bool, heads: float, longest: int, sequences: int = 1
 ) -> str:
-    """The reason why attention would keep all scores of a row in memory; empty where a fused kernel keeps none.
+    """The reason why no fused kernel can be used, so that attention would keep all scores of a row in memory. Empty
+    if there is a fused kernel, which keeps no scores.
 
     capability: CUDA compute capability. heads: number of attention heads on one rank. longest: tokens of the longest
-    sequence. sequences: fewest sequences of a row. Source: get_attention_backend
+    sequence. sequences: least number of sequences in a row. Source in Transformer Engine: get_attention_backend
     (attention/dot_product_attention/utils.py:1789), nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp).
     """
     scores = sequences * heads * longest**2

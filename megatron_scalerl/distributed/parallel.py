@@ -1,4 +1,4 @@
-"""Process groups and this rank's coordinates. The only file that reads Megatron's parallel_state."""
+"""Process groups, and this rank's coordinates. No other module reads Megatron's parallel_state."""
 
 import gc
 import inspect
@@ -35,7 +35,7 @@ class Parallel:
     """Number of pipeline stages."""
     ep_rank: int
     ep_size: int
-    """Number of ranks that share the experts of a layer; these are data-parallel ranks."""
+    """Number of ranks over which the experts of a layer are divided. These ranks are also data-parallel ranks."""
     etp_rank: int
     etp_size: int
     """Size of the tensor-parallel group inside experts."""
@@ -56,7 +56,7 @@ class Parallel:
 
     @property
     def holds_batch(self) -> bool:
-        """True for the first rank of each data-parallel rank, which receives batches and passes them to the peers."""
+        """True for the rank with tp_rank, pp_rank and cp_rank 0, which receives the data-parallel rank's batch."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
 
@@ -68,21 +68,21 @@ def join_world(
     timeout_s: float,
     rendezvous: Rendezvous | None = None,
 ) -> Parallel:
-    """Join the process group and create the subgroups, on a device that `device.prepare` has prepared.
+    """Join the group of all ranks and create Megatron's subgroups. Call `device.prepare` before.
 
-    keywords: arguments of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The
-    ranks meet at `rendezvous`; with None at torchrun's MASTER_ADDR and MASTER_PORT. torchrun's store listens on every
-    interface, and the user must protect the network. Without any of the four variables this process is the whole
-    world.
+    keywords: arguments of Megatron's initialize_model_parallel. Rank and number of ranks come from RANK and
+    WORLD_SIZE. The ranks meet at `rendezvous`; with None, at MASTER_ADDR and MASTER_PORT of torchrun, whose store
+    listens on every interface, so that the user must protect the network. With None and none of the four variables
+    set, this process is the only rank.
 
-    Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError if the ranks do not
-    meet.
+    Raises ValueError if RANK or WORLD_SIZE is missing or WORLD_SIZE is not `world_size`, and RuntimeError if the
+    ranks do not meet.
     """
     rank = rank_in_world(world_size, rendezvous)
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=timeout_s))
         device.connect_peers()
-    # Megatron's own groups would otherwise time out after 30 minutes, whatever `timeout_s` is.
+    # Without this argument Megatron's groups would time out after 30 minutes instead of `timeout_s`.
     minutes = max(1, math.ceil(timeout_s / 60))
     parallel_state.initialize_model_parallel(**{"distributed_timeout_minutes": minutes, **keywords})
     device.seed_everything(seed)
@@ -93,7 +93,7 @@ def join_world(
 def shutdown_parallel(*, keep_world: bool = False) -> None:
     """Leave all process groups, so that `join_world` can be called again.
 
-    keep_world: leave all groups but the world's.
+    keep_world: True to stay in the group of all ranks, and leave all other groups.
     """
     parallel_state.destroy_model_parallel()
     if not dist.is_initialized():
@@ -101,26 +101,26 @@ def shutdown_parallel(*, keep_world: bool = False) -> None:
     if not keep_world:
         dist.destroy_process_group()
         return
-    # Megatron only forgets the groups. Every gloo group that is left wakes a thread a hundred times a second.
+    # Megatron forgets the groups without destroying any. Each remaining gloo group wakes a thread 100 times a second.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # Rank objects and groups refer to each other, so only the garbage collector frees the groups.
+    # Objects of ranks and groups refer to each other in cycles, so the garbage collector has to free the groups.
     gc.collect()
 
 
 def virtual_pipeline_size() -> int | None:
-    """Number of model chunks per pipeline stage under the interleaved schedule; None under another schedule."""
+    """Number of model chunks per pipeline stage with the interleaved schedule; None without this schedule."""
     return parallel_state.get_virtual_pipeline_model_parallel_world_size()
 
 
 def known_keywords() -> Collection[str]:
-    """Keywords of Megatron's initialize_model_parallel."""
+    """Names of the arguments of Megatron's initialize_model_parallel."""
     return inspect.signature(parallel_state.initialize_model_parallel).parameters
 
 
 def rank_in_world(expected_size: int, rendezvous: Rendezvous | None) -> int:
-    """This process's rank, from the environment. Raises ValueError for a world that is not of `expected_size`."""
+    """This process's rank, from RANK. Raises ValueError if RANK or WORLD_SIZE is missing, or WORLD_SIZE is wrong."""
     variables: tuple[str, ...] = _LAUNCH_VARIABLES
     if rendezvous is not None:
         variables = _LAUNCH_VARIABLES[:2]
@@ -142,7 +142,7 @@ def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: ti
     if rendezvous is not None:
         use_interface(rendezvous)
         store = open_store(rendezvous, "trainer", timeout=timeout)
-    # This is a world of a single rank. With MASTER_ADDR, torchrun has a store.
+    # Without MASTER_ADDR this process is the only rank. With MASTER_ADDR, torch uses torchrun's store.
     elif "MASTER_ADDR" not in os.environ:
         use_interface(None)
         store = dist.HashStore()

@@ -3,13 +3,15 @@
 1. The peer connects a DEALER to the controller's ROUTER. CURVE proves to both ends that both know the secret.
 2. The peer sends Hello: the run, the start of the controller, and the rank or engine.
 3. The controller answers Welcome, or Refused with a reason: the peer exits. A wrong secret gets no answer.
-4. Both send heartbeats. A Ping shows the controller a lost peer; a peer that loses the controller exits at once.
-5. A peer that the controller lets stop, or that fails, says so last, and exits when the message is delivered.
+4. Both send heartbeats. The controller detects a lost peer by a Ping that cannot be sent. A peer that loses the
+   connection to the controller exits at once.
+5. A peer that was told to stop, or that fails, reports this in a last message and exits after the delivery.
 
-For each purpose, two key pairs are derived from the run's secret: the controller's and the peers'. A peer accepts
-only a server that holds the first, the controller only clients that hold the second, so neither public key grants
-access, and the socket of one purpose refuses peers of another. CURVE's ephemeral keys make a recorded session
-useless, and every start of a run has a new secret. Messages are msgpack of declared types.
+From the run's secret two key pairs are derived for each purpose (trainer, engines): the controller's and the peers'.
+A peer accepts only a server with the controller's private key, and the controller only clients with the peers'
+private key. So knowing a public key grants no access, and the socket for engines refuses trainer ranks and the
+reverse. A recorded session is useless, since CURVE uses ephemeral keys, and every start of a run has a new secret.
+Messages are msgpack of declared types.
 """
 
 import contextlib
@@ -33,21 +35,22 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's heartbeats (milliseconds). ZeroMQ's I/O thread sends heartbeats even during a long step. So a
-heartbeat shows that a process lives, but not that the process's event loop goes on."""
+"""Interval of ZeroMQ's heartbeats (ms). ZeroMQ's I/O thread sends heartbeats even during a long step. So a heartbeat
+shows that a process is running, but not that the event loop is."""
 HEARTBEAT_TIMEOUT_MS = 60_000
-"""Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
+"""Time without heartbeats after which a peer counts as disconnected (ms). A closed connection is noticed at once."""
 MAX_QUEUED = 16
-"""Most messages that wait in the controller's socket, per peer and direction. There is one command at a time."""
+"""Largest number of messages in the controller's queue per peer and direction. A peer gets one command at a time, so
+few messages wait."""
 
 GREETING_S = 60.0
-"""Seconds in which the controller must answer a Hello."""
+"""Seconds within which the controller must answer a Hello."""
 LEAVE_S = 10.0
-"""Seconds in which the last message to the controller must be delivered."""
+"""Seconds that an exiting peer waits for the delivery of messages to the controller."""
 EXIT_ORPHAN = 3
 """Exit code of a peer whose controller disconnected."""
 EXIT_REFUSED = 4
-"""Exit code of a peer that the controller refused, or that got no answer."""
+"""Exit code of a peer that the controller refused, or that got no answer to Hello."""
 LOCAL = "127.0.0.1"
 
 _ZAP_DOMAIN = b"megatron_scalerl"
@@ -56,18 +59,18 @@ Buffer = bytes | memoryview
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Base class of all messages. The encoded form has the name of the message's class."""
+    """Base class of all messages. An encoded message has the name of the class as tag."""
 
 
 class Hello(Message, frozen=True):
-    """The first message, from peer to controller. Each kind of peer adds a rank or a name."""
+    """The first message, from peer to controller. Subclasses add a rank's number or an engine's name."""
 
     run_id: str
     incarnation: str
-    """The start of the controller that started the peer, or that the peer wants to join."""
+    """Name of the attempt (start of the controller) that started the peer, or that the peer wants to join."""
 
     def objection(self, run_id: str, incarnation: str) -> str | None:
-        """Why the peer does not belong to this start of the controller; None if the peer belongs to it."""
+        """Why the peer does not belong to the run and attempt of this controller; None if the peer does."""
         if self.run_id != run_id:
             return f"the process belongs to run {self.run_id}, and this controller to run {run_id}"
         if self.incarnation != incarnation:
@@ -80,24 +83,24 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Message from controller to peer: exit, for this reason."""
+    """Message from controller to peer: the peer is refused for this reason, and must exit."""
 
     reason: str
 
 
 class Ping(Message, frozen=True):
-    """Message from controller to peer without any effect.
+    """Message from controller to peer that has no effect on the peer.
 
-    A Ping that can be sent shows that the peer is still connected.
+    If a Ping can be sent, the peer is still connected.
     """
 
 
 class InvalidMessage(RuntimeError):
-    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
+    """Received bytes are not a message of this protocol. The sender has a bug or another version of this package."""
 
 
 class RefusedError(RuntimeError):
-    """The controller did not accept this peer, or gave the peer up."""
+    """The controller refused this peer, did not answer, or gave up the peer later."""
 
 
 encode = msgspec.msgpack.encode
@@ -105,19 +108,19 @@ encode = msgspec.msgpack.encode
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:
-    """Decode the message in one frame. Raises InvalidMessage for anything else."""
+    """Decode a message of one frame. Raises InvalidMessage for several frames or invalid bytes."""
     if len(frames) != 1:
         raise InvalidMessage(f"a message has one frame, but {len(frames)} frames were received")
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The error may quote the message, so unprintable characters are escaped and the length is limited.
+        # The error may quote a part of the message, so unprintable characters are escaped and the text is cut.
         reason = ascii(str(error))[1:-1][:300]
         raise InvalidMessage(f"the {len(bytes(frames[0]))} bytes received are no valid message ({reason})") from error
 
 
 class Purpose(enum.StrEnum):
-    """What one of the controller's sockets is for. Each purpose has keys of its own."""
+    """Kind of the peers of one of the controller's sockets. Each purpose has key pairs of its own."""
 
     TRAINER = "trainer"
     """The peers are the trainer's ranks."""
@@ -133,9 +136,9 @@ class Side(enum.StrEnum):
 
 
 class CurveAuthenticator(AsyncioAuthenticator):
-    """Admits clients that hold the peers' key to the server sockets of one context. Needs a running event loop.
+    """Admits clients that have the peers' key to the server sockets of a context. Needs a running event loop.
 
-    libzmq asks the authenticator about every connection, and refuses a connection if there is no answer.
+    libzmq asks the authenticator about every new connection, and refuses connections about which no answer comes.
     """
 
     def __init__(self, context: zmq.Context, secret: str, purpose: Purpose):
@@ -149,9 +152,9 @@ class CurveAuthenticator(AsyncioAuthenticator):
 
 
 def secure_server(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
-    """Make `socket` the CURVE server of the run, with heartbeats. Call before bind.
+    """Make `socket` a CURVE server with the controller's keys and heartbeats. The caller must call this before bind.
 
-    The socket's context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
+    The socket's context must have a running CurveAuthenticator. Raises ValueError if the secret is empty.
     """
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -161,26 +164,26 @@ def secure_server(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
 
 
 def secure_client(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
-    """Make `socket` a CURVE client of the run, with heartbeats. Call before connect.
+    """Make `socket` a CURVE client with the peers' keys and heartbeats. The caller must call this before connect.
 
-    Raises ValueError for an empty secret.
+    Raises ValueError if the secret is empty.
     """
     socket.curve_serverkey = _keys(secret, purpose, Side.CONTROLLER)[0]
     socket.curve_publickey, socket.curve_secretkey = _keys(secret, purpose, Side.PEER)
     _keep_alive(socket)
-    # The queue is unlimited, as the controller is the only peer. Pings wait until a step is done. A socket with a
-    # full queue would not read heartbeats either, and ZeroMQ would take the controller for disconnected.
+    # The receive queue has no limit: Pings of the controller fill the queue during a long step. With a full queue
+    # ZeroMQ would read no heartbeats, and would count the controller as disconnected.
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
 def controller_key(secret: str, purpose: Purpose) -> str:
-    """The controller's public key (hexadecimal), which tells a peer whether a secret is that of one start of the
-    controller."""
+    """The controller's public key (hexadecimal). By this key a peer checks that a secret is the one of the controller
+    which started the peer."""
     return z85.decode(_keys(secret, purpose, Side.CONTROLLER)[0]).hex()
 
 
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
-    """Public and private key (Z85) of one side. The same secret and purpose always give the same keys."""
+    """Public and private key (Z85) of one side, derived from the secret. Equal arguments give equal keys."""
     if not secret:
         raise ValueError("secret: the run's secret is empty")
     label = f"megatron_scalerl {purpose} {side}".encode()
@@ -199,20 +202,20 @@ def _keep_alive(socket: zmq.Socket) -> None:
 class ControllerSocket:
     """The controller's end of the connections to all peers of one purpose. Needs a running event loop.
 
-    The socket queues at most MAX_QUEUED messages per peer and direction.
+    The socket holds at most MAX_QUEUED messages per peer and direction in queues.
     """
 
     def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1):
-        """Create the socket. Raises ValueError for an address that is not this host's.
+        """Create the socket and listen on a free port. Raises ValueError if `address` is not an address of this host.
 
-        address: an address of this host; the port is any free one. longest: most bytes of a peer's message; -1: no
+        address: the address at which the socket listens. longest: largest size of a peer's message (bytes); -1 for no
         limit.
         """
         self._context = zmq.asyncio.Context()
         self.authenticator = CurveAuthenticator(self._context, secret, purpose)
         self.authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Without this option ZeroMQ silently drops messages to a lost peer, and `send` could not tell.
+        # With this option a message to a lost peer raises EHOSTUNREACH. By default ZeroMQ drops the message silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -231,19 +234,19 @@ class ControllerSocket:
         return self._socket.closed
 
     async def poll(self, milliseconds: int) -> bool:
-        """Wait for a message for so long; returns whether a message has arrived."""
+        """Wait at most this time for a message. True if a message has arrived."""
         return bool(await self._socket.poll(milliseconds))
 
     async def read(self) -> tuple[bytes, list[bytes]]:
-        """Read one message: ZeroMQ's identity of the sender, and the message's frames."""
+        """Read one message; returns ZeroMQ's identity of the sender, and the message's frames."""
         sender, *frames = await self._socket.recv_multipart()
         return sender, frames
 
     async def send(self, peer: bytes, *frames: Buffer, wait: bool = True) -> bool:
         """Send a message without copying it; returns False if the peer is not connected.
 
-        wait: whether to wait for room in the peer's queue. Without waiting, a message is not sent if there is no
-        room.
+        wait: True to wait for room in the peer's queue. With False, a message is dropped if the queue is full, and
+        True is returned.
         """
         try:
             await self._socket.send_multipart([peer, *frames], flags=0 if wait else zmq.DONTWAIT, copy=False)
@@ -256,21 +259,21 @@ class ControllerSocket:
         return True
 
     async def connected(self, peer: bytes) -> bool:
-        """Whether a peer is connected."""
+        """Whether a peer is connected. Sends a Ping."""
         return await self.send(peer, encode(Ping()), wait=False)
 
     def close(self) -> None:
-        """Close all connections. Peers that have not left then exit."""
+        """Close all connections. Peers that have not called `leave` then exit."""
         if not self._socket.closed:
             self.authenticator.stop()
             self._context.destroy(linger=0)
 
 
 class ControllerLink:
-    """A peer's end of the connection to the controller: `greet`, send and receive, `leave`, `exit`."""
+    """A peer's end of the connection to the controller. A peer calls `greet`, `send` and `receive`, then `exit`."""
 
     def __init__(self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]):
-        """decoded: a function that decodes the frames of the controller's message, and raises InvalidMessage."""
+        """decoded: decodes the frames of a message from the controller; raises InvalidMessage for invalid frames."""
         self.endpoint = endpoint
         self._decoded = decoded
         self._context = zmq.Context()
@@ -282,11 +285,10 @@ class ControllerLink:
         self._leaving = threading.Event()
 
     def greet(self, hello: Any, within_s: float) -> Any:
-        """Send Hello, and return the controller's answer. Raises RefusedError for a refusal, and if no answer arrives
-        in time.
+        """Send Hello and return the controller's answer. Raises RefusedError if refused or too late.
 
-        From the answer on, this process exits with EXIT_ORPHAN when the controller disconnects or heartbeats end,
-        whatever this process does meanwhile.
+        After the answer a thread watches the connection. If the controller disconnects or sends no heartbeats, the
+        thread ends this process with EXIT_ORPHAN.
         """
         self.send(hello)
         if not self.socket.poll(int(within_s * 1000)):
@@ -303,18 +305,19 @@ class ControllerLink:
         self.socket.send(encode(message))
 
     def receive(self) -> tuple[Any, list[memoryview]]:
-        """Wait for the next message, and return the message with all frames, which are not copied.
+        """Wait for the next message that is no Ping. Returns the message and all frames (not copied).
 
-        Raises InvalidMessage and RefusedError.
+        Raises InvalidMessage for invalid frames, and RefusedError if the message is Refused.
         """
         message = None
-        while message is None:  # the message was a Ping
+        while message is None:  # None stands for a Ping
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
             message = self.understood(frames)
         return message, frames
 
     def understood(self, frames: Sequence[Buffer]) -> Any:
-        """Decode the message in these frames; None for a Ping. Raises InvalidMessage and RefusedError."""
+        """Decode a message; None for a Ping. Raises InvalidMessage for invalid frames, and RefusedError for
+        Refused."""
         message = self._decoded(frames)
         if isinstance(message, Refused):
             raise RefusedError(f"the controller at {self.endpoint} refused this process: {message.reason}")
@@ -323,18 +326,18 @@ class ControllerLink:
         return message
 
     def leave(self) -> None:
-        """From now on, do not exit if the controller disconnects: this process is about to exit by itself."""
+        """Stop exiting when the controller disconnects, because this process is about to exit."""
         self._leaving.set()
 
     def abandon(self) -> None:
-        """Close the connection at once and drop unsent messages, since the controller does not answer."""
+        """Close the connection at once and drop unsent messages, after the controller has not answered."""
         self._context.destroy(linger=0)
 
     def exit(self, status: int) -> NoReturn:
-        """End the process without the interpreter's cleanup, after messages to the controller are delivered.
+        """End the process without Python's cleanup, once messages to the controller are delivered, or after LEAVE_S.
 
-        Destructors of process groups would wait: for peers inside a collective, and with NCCL for a GPU that may
-        never answer. Threads of gloo's groups would abort the process while Python ends
+        In Python's cleanup, destructors of process groups would wait for peers inside a collective, and with NCCL for
+        a GPU that may never answer. Threads of gloo groups would sometimes abort the process
         (`processes.child_process.end_with`).
         """
         self.leave()
@@ -345,8 +348,8 @@ class ControllerLink:
         os._exit(status)
 
     def _exit_on_disconnect(self) -> None:
-        # A separate thread watches the connection, because the main thread computes for minutes without reading the
-        # socket. A connection that breaks before the handshake is tried again, and does not count as lost.
+        # This runs in a thread, because the main thread may compute for minutes without reading the socket. Before
+        # the first handshake ZeroMQ tries a broken connection again, so the end of such a connection does not count.
         connected = False
         with contextlib.suppress(zmq.ContextTerminated):
             event = None

@@ -2,15 +2,16 @@
 
 In the controller's process:
 
-    placement.py, hosts.py   the places of processes; the commands that start a program on another host
-    ray_hosts.py             the same from a Ray cluster: reserves nodes, runs programs there
-    launcher.py              starts the run's processes: trainer.py the ranks, engines.py the engines
+    placement.py             chooses host and devices of each process
+    hosts.py                 the run's hosts, and the commands that start a program on another host
+    ray_hosts.py             reserves hosts of a Ray cluster and runs programs there
+    launcher.py              starts the run's processes: the trainer's ranks (trainer.py) and the engines (engines.py)
     process.py               starts, watches and stops an engine
-    agents.py                an engine's server on another host, behind an agent, and the socket to all agents
+    agents.py                servers of engines on other hosts, each started by an agent; the socket to all agents
 
 On another host:
 
-    agent.py                 one program: the host's trainer ranks, or one start of an engine; an agent's messages
+    agent.py                 program: runs the host's trainer ranks, or one start of an engine; an agent's messages
 
 On every host:
 

@@ -4,21 +4,21 @@
     engine-3       one start of an engine that the controller starts, or of a teacher (teacher-NAME)
     extra-77-0     one start of an engine that joins (`megatron-scalerl engine --join RUN`)
 
-Environment: `control_folder.public_environment`; for ranks also the variables of `start_ranks`, for an engine
-MSRL_DEVICES and MSRL_START, by which the controller recognizes a start that the controller requested.
-MSRL_BIND_HOST: address of this host at which the server listens; by default the address on the route to the
-controller.
+Environment: `control_folder.public_environment`, and
+    for ranks     the variables of `start_ranks`
+    for engines   MSRL_DEVICES, number of devices; MSRL_START, id by which the controller recognizes a requested start
+    optional      MSRL_BIND_HOST, address at which the server listens, else the address on the route to the controller
 
-The ranks are child processes. When a rank fails all other ranks are ended, and the exit code is 1. SIGTERM ends all
-ranks. Ranks exit without a signal when the controller disconnects.
+The ranks are child processes. When a rank fails, all other ranks of the host are ended, and the exit code is 1.
+SIGTERM ends all ranks. Ranks exit without a signal when the controller disconnects.
 
 An engine's agent connects to the controller, starts vLLM's server with TLS, reports that the server is up, and
 waits. The exit code says how the agent ended:
 
-    0   the controller let the agent stop
+    0   the controller sent Stop
     1   the server exited, or did not start
     3   the controller disconnected: the controller ended, or the network is gone (heartbeats)
-    4   the controller refused the agent, or did not answer, or the controller's secret did not appear
+    4   the controller refused the agent or did not answer, or the controller's secret did not appear in time
 
 Messages, each one frame of at most LONGEST bytes (`distributed.sockets` has the connection):
 
@@ -57,21 +57,20 @@ from megatron_scalerl.processes.signals import Stopped, run_until_signal
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer.client import BLAME_S
 
-logger = logging.getLogger("megatron_scalerl.launch.agent")  # the same name where the module is __main__
+logger = logging.getLogger("megatron_scalerl.launch.agent")  # this name also if the module runs as __main__
 
 _OTHER_RANKS_S = BLAME_S + 20.0
-"""Seconds for the host's other ranks to exit after a rank has failed; then the ranks are ended. Most ranks exit when
-the failed rank's connection is lost. The rest exit when the controller's connection is lost, which may take
-longer."""
+"""Seconds for the remaining ranks of the host to exit after a rank has failed. Afterwards these ranks are ended. Most
+ranks exit when the connection to the failed rank is lost, the rest when the connection to the controller is lost."""
 EXIT_FAILED = 1
 LONGEST = 1 << 17
-"""Most bytes of a message. ZeroMQ closes the connection of a peer that sends a longer message."""
+"""Largest size of a message (bytes). ZeroMQ closes the connection of a peer that sends a longer message."""
 HOW_CHARACTERS = 1_000
-"""Most characters in an agent's report about the end of the server."""
+"""Largest number of characters of `Exited.how`."""
 _NAME = r"^(engine-[0-9]{1,6}|(teacher|extra)-[A-Za-z0-9._-]{1,64})$"
 _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
-"""Prefix of the names of engines that the controller did not start; the controller's engines are engine-N."""
+"""Prefix of the names of engines that join (`engine --join`). Engines that the controller starts are engine-N."""
 
 
 class Hello(sockets.Hello, frozen=True):
@@ -89,14 +88,14 @@ class Hello(sockets.Hello, frozen=True):
 
 
 class Welcome(sockets.Welcome, frozen=True):
-    """Message from controller to agent: the agent is accepted, and starts the server."""
+    """Message from controller to agent: the agent is accepted and has to start the server."""
 
     certificate: str
     """The server's TLS certificate in PEM."""
     key: str
     """The certificate's private key in PEM; secret."""
     port: int = 0
-    """Port of the server; 0: a free port."""
+    """Port of the server; 0 for any free port."""
     positions: Sequence[int] | None = None
     """The engine's devices, as indices into the host's visible GPUs; None without GPUs."""
 
@@ -109,17 +108,17 @@ class Up(sockets.Message, frozen=True):
 
 
 class Exited(sockets.Message, frozen=True):
-    """Message from agent to controller: there is no server any more, and the agent exits next."""
+    """Message from agent to controller: the server has ended, and the agent will exit."""
 
     how: Annotated[str, msgspec.Meta(max_length=HOW_CHARACTERS)]
-    """How the server ended, such as "exited with code 1". The text continues the name of the engine."""
+    """How the server ended, as the predicate after the engine's name: "exited with code 1"."""
 
 
 class Stop(sockets.Message, frozen=True):
     """Message from controller to agent: end the server, then exit with 0."""
 
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-    """Seconds between SIGTERM and SIGKILL; with 0, SIGKILL comes at once."""
+    """Seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once."""
 
 
 ToAgent = Welcome | Refused | Ping | Stop
@@ -130,17 +129,17 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def decode_for_agent(frames: Sequence[Buffer]) -> ToAgent:
-    """Decode a message of the controller. Raises InvalidMessage for anything else."""
+    """Decode a message of the controller. Raises InvalidMessage if the frames are not such a message."""
     return decode(_to_agent, frames)
 
 
 def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
-    """Decode a message of an agent. Raises InvalidMessage for anything else."""
+    """Decode a message of an agent. Raises InvalidMessage if the frames are not such a message."""
     return decode(_to_controller, frames)
 
 
 class Agent:
-    """One start of an engine: `join` the controller, then `serve`."""
+    """One start of an engine on this host. The caller calls `join` to connect to the controller, then `serve`."""
 
     link: sockets.ControllerLink
     welcome: Welcome | None = None
@@ -151,7 +150,7 @@ class Agent:
         self._environment = environment
 
     def join(self) -> None:
-        """Send Hello and wait for the answer. Raises RefusedError for a refusal, and for no answer in time."""
+        """Send Hello and wait for the controller's answer. Raises RefusedError if refused or too late."""
         environment = self._environment
         self._secret = find_secret(environment, sockets.Purpose.ENGINES)
         self.link = sockets.ControllerLink(
@@ -171,7 +170,7 @@ class Agent:
     async def serve(self) -> int:
         """Run the server until the server exits or the controller ends it; returns the exit code.
 
-        Raises RefusedError.
+        Raises RefusedError if the controller refuses the agent meanwhile.
         """
         self._connection = zmq.asyncio.Socket(self.link.socket)
         try:
@@ -193,7 +192,7 @@ class Agent:
         return await self._leave(reason, code)
 
     def _server(self) -> LocalServer:
-        """Create the server, which is not started yet. Raises ValueError and OSError."""
+        """Create the server object without starting the server. Raises ValueError and OSError."""
         assert self.welcome is not None, "joined"
         address = controller_address(self._environment)
         place = ServerPlace(
@@ -208,7 +207,7 @@ class Agent:
         return LocalServer(recipe, place, name=self._name, secret=self._secret, log_path=log)
 
     async def _until_ended(self, server: LocalServer) -> str:
-        """Start the server and wait for the end; returns the reason of the end or of a failed start."""
+        """Start the server and wait until the server ends; returns why the server ended or did not start."""
         try:
             await self._send(Up(url=await server.start()))
             return await server.wait()
@@ -218,7 +217,7 @@ class Agent:
             return _not_started(error)
 
     async def _until_stop(self) -> float:
-        """Wait for Stop, and return the seconds between SIGTERM and SIGKILL. Raises RefusedError."""
+        """Wait for the message Stop; returns the seconds between SIGTERM and SIGKILL. May raise RefusedError."""
         while True:
             message = self.link.understood(await self._connection.recv_multipart())
             if isinstance(message, Stop):
@@ -243,8 +242,8 @@ def _not_started(error: Exception) -> str:
 async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) -> AsyncIterator[ChildProcess]:
     """Start the ranks of this host, which join the trainer that `environment` names.
 
-    environment: the variables of `trainer.worker`, with MSRL_RANKS (FIRST:COUNT) in place of RANK. These variables
-    take precedence over this process's environment. threads: trainer.threads.
+    environment: the variables of `trainer.worker`, with MSRL_RANKS (FIRST:COUNT) in place of RANK. The variables
+    replace variables of this process with equal names. threads: trainer.threads.
     """
     first, count = map(int, environment["MSRL_RANKS"].split(":"))
     for number in range(count):
@@ -253,7 +252,7 @@ async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) 
             "RANK": str(first + number),
             "LOCAL_RANK": str(number),
             "OMP_NUM_THREADS": str(threads),
-            # Megatron-Core warns at every import that Transformer Engine and apex are not installed
+            # Megatron-Core would warn at every import that Transformer Engine and apex are not installed.
             "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
         }
         argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
@@ -274,11 +273,11 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
         exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
         for first in asyncio.as_completed(exits):
             if await first:
-                # The tasks are searched, since as_completed does not say which task has ended.
+                # as_completed does not return the task, so the failed task is searched for.
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
-                # The other ranks get time to exit by themselves: the controller blames a rank that exits unheard, as
-                # a rank that is ended here would.
+                # The remaining ranks get time to exit and to report by themselves: the controller blames the failure
+                # on a rank that exits without a report, and a rank that is ended here cannot report.
                 await asyncio.wait(exits, timeout=_OTHER_RANKS_S)
                 return EXIT_FAILED
         return 0
@@ -289,7 +288,7 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
 def main() -> int:
     """Run the host's ranks, or one start of an engine. Returns the exit code.
 
-    An engine that was accepted does not return: the process ends here.
+    For an engine that the controller accepted, this function does not return but ends the process.
     """
     log_to_stderr()
     agent = Agent(sys.argv[1], os.environ)

@@ -1,12 +1,12 @@
 """The controller's side of engines on other hosts: the socket to the agents, and the server behind each agent.
 
-One task, `Agents.serve`, reads the socket. The task resolves the futures of every `RemoteServer`, refuses with a
-reason whoever does not belong to this start of the controller, and puts engines that join into a queue. No frame ends
-the task: an agent that sends an invalid frame counts as ended and is refused.
+One task, `Agents.serve`, reads the socket. The task resolves the futures of every `RemoteServer`, puts engines that
+join into a queue, and refuses agents of other runs or of earlier starts of the controller. An invalid frame does not
+end the task: the agent that sent the frame is refused and counts as ended.
 
 The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, as a child process, or the agent
-joins without a command. Either way the agent's connection decides the fate of the server: command and agent may each
-outlive the other.
+joins without a command. In both cases the server counts as ended when the agent's connection is lost. The exit of the
+command does not decide, since an agent may go on after the command has exited, and the reverse.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron_scalerl.processes.child_process import ChildProcess, race
 from megatron_scalerl.recipe import Recipe
 
 PROBE_INTERVAL_S = 1.0
-"""Interval at which the agents' connections are checked (seconds)."""
+"""Seconds between two checks of the agents' connections."""
 MAX_JOINING = 64
-"""Most engines that may wait to be taken into the run; a further engine is refused."""
+"""Most engines that may wait in the queue to join the run. While the queue is full, further engines are refused."""
 _MAX_DRAINED_MESSAGES = 1024
-"""Most messages to read before a disconnected agent counts as lost: the agent's last message may still be unread."""
+"""Most unread messages to read before a disconnected agent counts as lost: one may be from the agent."""
 HELLO_S = 120.0
-"""Seconds from the start of an agent's command to Hello. In this time the step is scheduled and modules are
-imported."""
+"""Time limit (s) from the start of an agent's command to the agent's Hello. Slurm schedules the step and Python
+imports modules in this time."""
 ANSWER_S = 15.0
-"""Seconds for an agent to report the end of the server, once a report is due."""
+"""Seconds for an agent's report about the end of the server, beyond the time limit for the server to exit."""
 EXIT_S = 5.0
-"""Seconds for an agent to exit after the agent's report about the end of the server."""
+"""Seconds for an agent to exit after reporting the end of the server."""
 DISCONNECTED = "lost the connection to the agent on its host"
 
 Launch = Callable[[], Awaitable[ChildProcess]]
@@ -53,8 +53,8 @@ Launch = Callable[[], Awaitable[ChildProcess]]
 class RemoteServer:
     """An engine's server on another host, started and ended by an agent there. Has the methods of `LocalServer`.
 
-    `Agents.serve` resolves the futures `hello` and `up`, in this order, and `end_reason` at any time. No future gets
-    an exception.
+    `Agents.serve` sets the results of the futures `hello` and `up`, in this order, and of `end_reason` at any time.
+    The futures never get exceptions.
     """
 
     def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
@@ -72,12 +72,12 @@ class RemoteServer:
         self.welcome = agents.welcome
         """The controller's answer to Hello."""
         self.identity = b""
-        """ZeroMQ's name of the agent's connection, empty before Hello."""
+        """ZeroMQ's name of the agent's connection; empty until the agent has sent Hello."""
         self.hello: asyncio.Future[messages.Hello] = future()
         self.up: asyncio.Future[str] = future()
         """URL of the server."""
         self.end_reason: asyncio.Future[str] = future()
-        """Why the server ended; the text continues "engine-3 (host b)"."""
+        """Why the server ended, as the predicate after "engine-3 (host b)"."""
         self.command: ChildProcess | None = None
         self._socket = agents.socket
         self._launch = launch
@@ -95,7 +95,8 @@ class RemoteServer:
     async def start(self) -> str:
         """Start the agent, wait until the server is up, and return the server's URL.
 
-        Raises ServerEnded and OSError.
+        Raises ServerEnded if the agent or the server ends first or sends no Hello in time, and OSError if the command
+        cannot be started.
         """
         assert self.command is None, "start() may be called once only"
         if self._launch is not None:
@@ -116,7 +117,7 @@ class RemoteServer:
         if self.command is None:
             return await asyncio.shield(self.end_reason)
         async with race(self.command.wait(), asyncio.shield(self.end_reason)) as (command, _):
-            # The agent may outlive the command; a lost connection ends the agent (`Agents`).
+            # A connected agent may go on without the command. `Agents` sets end_reason if the connection is lost.
             if self.reached:
                 await asyncio.wait({self.end_reason})
             if self.end_reason.done():
@@ -125,18 +126,18 @@ class RemoteServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log or, for an agent that never connected, the log of the agent's command."""
+        """The log of the server. If the agent has never connected, the log of the command that starts the agent."""
         if self.command is None or self.reached:
             return self._log_path
         return self.command.log
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Let the agent end the server, by SIGKILL after `grace_s`, then end the command. May be called twice.
+        """Let the agent end the server by SIGTERM, and by SIGKILL after `grace_s` seconds, then end the command.
 
-        Raises RuntimeError if the agent is connected and does not report the end: the server may hold devices.
+        May be called twice. Raises RuntimeError if the agent is connected but does not report the end of the server,
+        which then may still hold devices.
         """
-        # If the agent cannot be reached, both sides give up the connection after the heartbeats' time limit, and the
-        # agent then ends the server.
+        # Within this limit both sides notice a broken connection, and the agent then ends the server.
         limit_s = max(grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
         answered = True
         try:
@@ -147,7 +148,7 @@ class RemoteServer:
         finally:
             await self.forget()
             if self.command is not None:
-                # The agent exits by itself; a signal would look like a failure.
+                # The agent exits by itself after the report. A signal would make the command fail.
                 if answered and self.reached:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self.command.wait(), EXIT_S)
@@ -159,17 +160,17 @@ class RemoteServer:
             )
 
     async def send(self, message: messages.ToAgent) -> None:
-        """Send a message to the agent; no effect unless the agent is connected and reads messages."""
+        """Send a message to the agent if connected. If the agent reads nothing, the message is dropped."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
     async def forget(self) -> None:
-        """Refuse the agent from now on, whether the agent is connected or not. The agent then ends the server."""
+        """Give up the agent. If connected now or later, the agent is refused and ends the server."""
         await self.send(sockets.Refused(reason="the controller has given up this start of the engine"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
-        """Record that the agent has ended, for this reason. No effect after an earlier end."""
+        """Record why the agent or the server has ended. A second call has no effect."""
         if not self.end_reason.done():
             self.end_reason.set_result(reason)
 
@@ -181,14 +182,14 @@ class RemoteServer:
 
 
 class Agents:
-    """All agents of one start of the controller. Create in a running event loop, `serve` in a task, then `close`.
+    """All agents of one start of the controller.
 
-    An agent's message has at most `messages.LONGEST` bytes. Nothing waits for room in a queue: a message that does
-    not fit is not sent.
+    The caller must create the object in a running event loop, run `serve` in a task, and call `close` at the end. A
+    message of an agent has at most `messages.LONGEST` bytes. If the socket's queue for an agent is full, a message
+    to the agent is dropped.
 
-    joining: queue of at most MAX_JOINING engines that want to join; a further engine is refused. `serve` fills the
-    queue. `launch.engines` empties the queue, and ends before `close`. Agents that are left in the queue are then
-    disconnected, and exit.
+    joining: queue of at most MAX_JOINING engines that want to join. `serve` fills the queue, `launch.engines` empties
+    the queue. `close` disconnects agents that are still in the queue, and these agents exit.
     """
 
     def __init__(
@@ -200,10 +201,10 @@ class Agents:
         secret: str,
         objection: Callable[[messages.Hello], str | None] = lambda hello: None,
     ):
-        """attempt: folder, run id and incarnation of the controller. objection: why an engine may not join; None if
-        it may.
+        """attempt: folder, run id and incarnation of the controller. objection: returns the reason why an engine may
+        not join, or None to accept the engine.
 
-        Binds the socket to the controller's address in `hosts`. Raises ValueError for another host's address.
+        Binds the socket to `hosts.address`. Raises ValueError if this address is not one of this host.
         """
         assert hosts.address is not None, hosts
         self._recipe = recipe
@@ -229,10 +230,10 @@ class Agents:
         write_controller(self._attempt.folder, self._environment)
 
     def engine(self, index: int, name: str, place: EnginePlace, devices: int) -> RemoteServer:
-        """The server for the next start of engine `index` on another host. The engine may be a teacher."""
+        """A server for one start of engine `index` on another host. Engines of teachers have the last indices."""
         start = uuid.uuid4().hex
         environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(devices)}
-        # This log is the command's; the server's log is written on the other host.
+        # The command writes this log. The server on the other host writes a second log.
         log = self.logs / f"agent-{name.removeprefix('engine-')}.log"
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
@@ -242,7 +243,7 @@ class Agents:
         return server
 
     def expect(self, name: str, host: str, start_id: str = "", launch: Launch | None = None) -> RemoteServer:
-        """Register the server of an agent that `launch` is about to start or, without `start_id`, that has joined."""
+        """Register the server of an agent that `launch` will start; without `launch`, of an agent that has joined."""
         server = RemoteServer(self, name=name, host=host, start_id=start_id, launch=launch)
         self._servers.append(server)
         return server
@@ -250,7 +251,7 @@ class Agents:
     async def serve(self) -> NoReturn:
         """Read the socket until cancelled. No other task reads the socket.
 
-        Waits for messages and, between two probes of the connections, for time.
+        Waits for a message, or until the next check of the connections is due.
         """
         loop = asyncio.get_running_loop()
         probe_at = loop.time() + PROBE_INTERVAL_S
@@ -263,7 +264,7 @@ class Agents:
                 probe_at = loop.time() + PROBE_INTERVAL_S
 
     def close(self) -> None:
-        """Close the socket. Agents that are still connected end the servers, and exit."""
+        """Close the socket. Agents that are still connected then end the servers and exit."""
         self.socket.close()
 
     async def _read(self) -> None:
@@ -282,7 +283,7 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"the protocol allows no {type(message).__name__} from the agent now")
+            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
@@ -303,7 +304,7 @@ class Agents:
             server = self.expect(hello.name, hello.host)
             if takes_gpus(self._recipe.weights.transport):
                 server.welcome = msgspec.structs.replace(self.welcome, positions=list(range(hello.devices)))
-        # The identity is set before the future, since whoever waits for Hello may send at once.
+        # `identity` is set before `hello`, since a task that waits for `hello` may send at once.
         server.identity = sender
         server.hello.set_result(hello)
         if joins:
@@ -322,15 +323,15 @@ class Agents:
         return [server for server in self._servers if server.connected]
 
     async def _refuse(self, sender: bytes, server: RemoteServer | None, reason: str) -> None:
-        """Answer with Refused, which ends an agent of this run."""
+        """Answer with Refused, upon which an agent exits. server: counts as ended then."""
         await self.socket.send(sender, sockets.encode(sockets.Refused(reason=reason)), wait=False)
         if server is not None:
             server.end(f"was refused: {reason}")
 
     async def _probe(self) -> None:
-        """End the servers of agents that are no longer connected, and forget all agents that have ended."""
+        """Note that disconnected agents have ended, and forget the servers of all agents that have ended."""
         lost = [server for server in self._connected() if not await self.socket.connected(server.identity)]
-        # An agent that exits in order has sent Exited with the reason, and the message may still be unread.
+        # An agent sends the reason (Exited) before an orderly exit. This message may still be unread.
         if lost:
             for _ in range(_MAX_DRAINED_MESSAGES):
                 if not await self.socket.poll(0):

@@ -1,7 +1,7 @@
-"""Folders for the code that ranks and engines compile.
+"""Cache folders for the code that ranks and engines compile.
 
-Compilers write below MSRL_LOCAL, a folder of the Slurm job on the node's own disk: many processes that share one
-cache on a network file system wait for the cache's locks.
+Compilers write to folders in MSRL_LOCAL, a folder of the Slurm job on the node's own disk. With one cache on a
+network file system, many processes would wait for the cache's locks.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 
 _warn = functools.cache(logging.getLogger(__name__).warning)
-"""Log a warning, each text only once."""
+"""Log a warning; a text that was logged before is not logged again."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
 def cache_variables(name: str) -> dict[str, str]:
-    """Environment variables that name a process's cache folders. name: engine-3, trainer-0."""
+    """Environment variables that name a process's cache folders. name: the process's name, such as engine-3."""
     local = os.environ.get("MSRL_LOCAL", "")
     if not local or not _is_private(Path(local)):
         return {}
@@ -25,8 +25,7 @@ def cache_variables(name: str) -> dict[str, str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Make a folder, and return whether only this user may write to it and to the parent: code in the folder is
-    executed."""
+    """Make a folder. True if no other user may write to the folder or its parent and so change the code."""
     private = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

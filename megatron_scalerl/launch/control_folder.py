@@ -1,12 +1,12 @@
 """How a program on another host finds the controller: by environment variables and by the folder RUN/control/.
 
-The folder is the owner's alone:
+Only the owner may read the folder:
 
     secret            the secret of this start of the controller (`processes.secret_file`)
-    controller.json   the environment of an engine's agent, for `megatron-scalerl engine --join`
+    controller.json   environment variables for the agent of an engine that joins (`megatron-scalerl engine --join`)
 
-A shared file system may show the secret of an earlier start for a while. The file is therefore read until the secret
-gives the controller's public key.
+A shared file system may show the secret of an earlier start for a while. The program therefore reads the file again
+until the secret matches the controller's public key, which is among the variables.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.processes.secret_file import read_secret
 
 SECRET_S = 60.0
-"""Seconds in which the secret of this start of the controller must appear."""
+"""Seconds within which the file must hold the secret of the current controller."""
 _READ_AGAIN_S = 2.0
 """Seconds between two readings of the secret."""
 CONTROLLER_VARIABLES = (
     *("MSRL_CONTROLLER", "MSRL_CONTROLLER_KEY", "MSRL_SECRET_FILE", "MSRL_RUN_ID", "MSRL_INCARNATION"),
     *("MSRL_RECIPE", "MSRL_LOGS"),
 )
-"""Names of the variables of `public_environment`. No other variable is read from controller.json."""
+"""Names of the variables of `public_environment`, which alone are read from controller.json."""
 
 
 def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
-    """Environment of a program on another host.
+    """Environment variables for a program on another host.
 
-    The variables hold no secret, as every user of both hosts may see them.
+    The variables hold no secret, because every user of both hosts may see the variables of the command.
     """
     return {
         "MSRL_CONTROLLER": endpoint,
@@ -66,9 +66,9 @@ def controller_address(environment: Mapping[str, str]) -> str:
 
 
 def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
-    """Read the secret file until the secret is that of the controller which the environment names.
+    """Read the secret file until the secret matches MSRL_CONTROLLER_KEY, the public key of the current controller.
 
-    Blocks. Raises RefusedError if that secret does not appear within SECRET_S.
+    Blocks. Raises RefusedError if the secret does not match within SECRET_S.
     """
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
@@ -96,12 +96,12 @@ def controller_file(run: Path) -> Path:
 
 
 def withdraw(run: Path, secret: str) -> None:
-    """Delete the secret and controller.json when a controller ends, unless a later start has replaced the files.
+    """Delete the secret and controller.json when a controller ends, unless a later controller has replaced the files.
 
-    secret: of the controller that ends.
+    secret: secret of the controller that ends.
     """
-    with contextlib.suppress(OSError, ValueError):  # absent or unreadable files are not this controller's
-        # A supervisor may already have started the next controller, whose files must stay.
+    with contextlib.suppress(OSError, ValueError):  # files that cannot be read stay.
+        # With another secret, the files belong to a controller that has been started since.
         if read_secret(secret_file(run)) == secret:
             secret_file(run).unlink()
             controller_file(run).unlink()
@@ -113,7 +113,7 @@ def write_controller(run: Path, environment: Mapping[str, str]) -> None:
 
 
 def read_controller(run: Path) -> dict[str, str]:
-    """Read controller.json. Raises OSError, and ValueError for a missing file and for any other content."""
+    """Read controller.json. Raises OSError, and ValueError if the file is missing or lacks the variables."""
     path = controller_file(run)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, str])

@@ -1,15 +1,16 @@
-"""The engines of a run: started, watched, ended when they are evicted, and started again, on whichever host.
+"""Starts, watches and restarts the engines of a run, on this host and on other hosts. An evicted engine is ended.
 
     start: _start --> _until_evicted --> _restart: stop, delay, _start --> _until_evicted ...
-                                             '--> given up: its supervisor ends
+                                             '--> given up: the supervisor ends
 
-One supervisor task per engine (`_supervise`). Consumes: exits, stalls and evictions of the engine. Waits for: such an
-event; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the watchdog
-(`engine.watchdog`), or whoever evicts the engine (`engine.membership`). Ends when the engine is given up.
+One supervisor task per engine (`_supervise`). Consumes: exits, stalls and evictions of the engine. Waits for: an
+exit, stall or eviction; then for the end of the engine's processes, for the delay, and for the new server. Unblocked
+by: the server's exit, the watchdog (`engine.watchdog`), or an eviction (`engine.membership`). Ends when the engine is
+given up.
 
-With several hosts there are two tasks more. The first reads the socket to the agents (`launch.agents`). The second
+With several hosts there are two more tasks. The first reads the socket to the agents (`launch.agents`). The second
 takes in engines that join (`_take_in`), and serves each engine in a task until the engine is evicted or leaves
-(`_serve_joined`). The run does not start such an engine again: the engine's host does (`commands.engine`).
+(`_serve_joined`). After a failure, an engine that joined is started again by its own command (`commands.engine`).
 """
 
 import asyncio
@@ -33,21 +34,21 @@ from megatron_scalerl.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 1.0
-"""Delay before the first restart in a row (seconds); doubles with each further restart."""
+"""Delay before an engine's first restart (seconds). Doubles with each further restart in a row."""
 LONGEST_DELAY_S = 60.0
 """Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""An engine's count of restarts is set to 0 after the engine has run for this time (seconds) plus the longest time
-limit within which a fault is found."""
+"""Seconds after which a running engine counts as healthy, so that the count of restarts begins at 0 again. The
+longest time limit of the watchdog is added, since a fault may take so long to be found."""
 MOST_BARREN = 2
-"""An engine is given up after so many starts in a row in which the engine died with requests, while no engine of the
-run has ever completed a request. Such deaths are no chance, and each further start would take minutes."""
+"""Number of starts in a row after which an engine is given up if the engine died with requests each time, and no
+engine of the run has ever completed a request. A further start would take minutes and fail likewise."""
 UNREACHED_S = 600.0
-"""Seconds for which failed starts on an unreachable host do not count as restarts: the host may be booting."""
+"""Seconds for which failed starts on an unreachable host do not count as restarts, since the host may be booting."""
 
 
 class Engines:
-    """The engines of one run. Call `start`, then `watch`, then `stop`."""
+    """The engines of one run. The caller calls `start`, then `watch`, and `stop` at the end."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class Engines:
         secret: str,
         record: Callable[[Member], None] = lambda member: None,
     ):
-        """attempt: the run's folder, and the ids by which agents of this start of the controller are recognized.
+        """attempt: the run's folder, and the ids by which the controller recognizes agents. record: called with each
+        changed engine.
 
         Binds the servers' addresses on this host. With several hosts, also binds the socket to the agents, which
         needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
@@ -86,15 +88,15 @@ class Engines:
                 recipe, hosts=hosts, attempt=attempt, secret=secret, objection=self._objection_to_joining
             )
         self._processes = [self._make(index) for index in range(len(self._names))]
-        # The tasks that read the socket and take in engines that join.
+        # Two tasks: the first reads the socket to the agents, the second takes in engines that join.
         self._agent_tasks: list[asyncio.Task[NoReturn]] = []
         self._completed = False
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all engines. Every engine is stale then: no weights of the trainer have arrived yet.
+        """Start all engines. Until the first weight update all engines are stale, that is, without current weights.
 
-        Raises the first failure, since a first start is not repeated.
+        Raises the first failure: the first start of an engine is not tried again.
         """
         if self._agents is not None:
             self._agent_tasks = [
@@ -113,7 +115,7 @@ class Engines:
     async def watch(self) -> NoReturn:
         """Wait until fewer engines than engine.min_engines are left, then raise EngineDied.
 
-        Also raises the error of a supervisor that failed: no other task would end or restart the supervisor's engine.
+        Also raises the error of a supervisor task that failed, since nothing else would restart the engine.
         """
         too_few = asyncio.create_task(self.members.too_few())
         try:
@@ -127,10 +129,10 @@ class Engines:
         raise AssertionError("too_few raises")
 
     async def stop(self) -> None:
-        """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
+        """Stop the processes of all engines. If this fails for an engine, the failure is logged."""
         await cancelled(*self._supervisors, *self._agent_tasks[1:])
         await stop_all(self._processes)
-        # The socket's reader is cancelled last, since the reader gets the agents' answers.
+        # The task that reads the socket is cancelled last, because `stop_all` waits for answers of agents.
         await cancelled(*self._agent_tasks)
         if self._agents is not None:
             self._agents.close()
@@ -162,7 +164,7 @@ class Engines:
 
     async def _supervise(self, index: int) -> None:
         """Keep an engine running until the engine is given up."""
-        # A fault at the start is found within the longest limit, so an engine that ran for longer had none.
+        # An engine that has run for longer than the longest time limit of the watchdog had no fault from the start.
         engine = self._recipe.engine
         limits = (engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
         healthy_s = HEALTHY_S + max(limits)
@@ -172,12 +174,12 @@ class Engines:
         while True:
             reason = await self._until_evicted(self._processes[index])
             barren_starts += 1
-            # An engine that had no request has not failed at work, so the end does not count as barren.
+            # A start is barren if the engine had requests, and no engine of the run has ever completed a request.
             if not self._processes[index].client.ended_generations or self._completes:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
                 reason = f"{reason}; given up: no engine completed a request in its last {barren_starts} starts"
-                failures = engine.max_restarts  # so that no restart follows
+                failures = engine.max_restarts  # so that `_restart` gives the engine up
             elif time.monotonic() - start_time > healthy_s:
                 failures = 0
             failures += 1
@@ -200,7 +202,7 @@ class Engines:
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted, and return the reason. An engine that fails is evicted."""
-        # A teacher does other work than the engines, so its rate cannot be compared.
+        # A teacher does not generate as engines do, so the rates of a teacher and an engine cannot be compared.
         lag = None if self.members.teacher(process.name) else self._lag
         async with race(process.watch(lag), self.members.evicted(process.client)) as (watch, evicted):
             error = watch.exception() if watch.done() else None
@@ -211,10 +213,10 @@ class Engines:
             return reason
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
-        """End what is left of an engine's server, and start another server after `delay` seconds.
+        """End the processes of an evicted engine, and start a server after `delay` seconds. True if the server is up.
 
-        Returns False for an engine that is given up and for a failed start. An engine whose processes do not end, and
-        so hold devices, is given up.
+        failures: number of failures in a row. The engine is given up after more than engine.max_restarts failures, if
+        Slurm has removed the host, or if processes do not end, which may hold devices.
         """
         process = self._processes[index]
         logger.warning("%s is evicted: %s", process.name, reason)
@@ -225,7 +227,7 @@ class Engines:
             given_up = True
             reason = f"Slurm removed its host from the job ({reason})"
         try:
-            await process.stop(0.0)  # SIGKILL at once: the server may hang, and has nothing worth saving
+            await process.stop(0.0)  # SIGKILL at once: the server may hang, and need not save anything
         except (RuntimeError, OSError) as error:
             given_up = True
             host_gone = False
@@ -244,11 +246,11 @@ class Engines:
         return True
 
     async def _take_in(self, agents: Agents) -> NoReturn:
-        """Serve every engine that joins. Reads the queue `agents.joining`, and waits for nothing else."""
+        """Add every engine in the queue `agents.joining` to the run, and serve each engine in a task."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
-                # Two agents of the same name were in the queue, and the first is in the run.
+                # Two agents with one name were in the queue. The first agent's engine is in the run already.
                 if self._in_run(server.name):
                     await server.forget()
                     continue
@@ -258,7 +260,7 @@ class Engines:
         raise AssertionError("_take_in can end only by cancellation")
 
     async def _serve_joined(self, index: int, process: EngineProcess) -> None:
-        """Use an engine that has joined, until the engine is evicted or leaves."""
+        """Start the server of an engine that has joined, and keep the engine in the run until evicted or gone."""
         reason = "the run ends"
         grace_s = STOP_S
         devices = self.members.members[index].devices
@@ -274,10 +276,10 @@ class Engines:
             await stop_all([process], grace_s)
             self._lag.forget(process.name)
             self.members.lose(index, reason)
-            logger.warning("%s has left: %s", process.name, reason)
+            logger.warning("%s has left the run: %s", process.name, reason)
 
     def _in_run(self, name: str) -> bool:
-        """Whether an engine of this name has devices in the run."""
+        """Whether an engine with this name takes part in the run, so that the devices count."""
         return any(member.name == name and member.devices for member in self.members.members)
 
     def _objection_to_joining(self, hello: Hello) -> str | None:
@@ -290,11 +292,11 @@ class Engines:
 
 
 def _with_cause(error: str, process: EngineProcess) -> str:
-    """The first line of an error with the last fatal error in the engine's log.
+    """The first line of an error message, followed by the last fatal error in the engine's log.
 
-    Returns the error unchanged if the log has no fatal error.
+    Returns the error message unchanged if the log has no fatal error.
     """
-    # vLLM's server only says that the core has died. The core wrote the cause into the log that both processes share.
+    # vLLM's API server only reports that the engine core died. The core has written the cause to the shared log.
     cause = fatal_error(process.server.log_path)
     if not cause:
         return error

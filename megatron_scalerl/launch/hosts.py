@@ -1,15 +1,15 @@
 """The hosts of a run, and the command that starts a program on another host.
 
-    one host        the default: every process is a child of the controller
-    --hosts a,b     `--run-on "ssh {host}"`: the words, then one argument for a shell on that host, as with ssh
-    --hosts slurm   inside an allocation: one step (srun) per host and role; no step spans two hosts
+    no --hosts      this host alone: every process is a child of the controller
+    --hosts a,b     `--run-on "ssh {host}"`: the command runs the last argument in a shell on that host
+    --hosts slurm   the hosts of the allocation: srun starts one step per host and role; no step spans two hosts
     --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
                     takes four nodes, for which the cluster may start machines
 
-The hosts may include the controller's own, whose processes are children of the controller then, too. All hosts see
-the run's folder, the policy and this installation under the same paths.
+If the controller's own host is among the hosts, the processes there are children of the controller. All hosts must
+have the run's folder, the policy and this installation under the same paths.
 
-The limit on open files: each completion in flight is a connection, in the controller and in its engine.
+This module also raises the limit on open files: a completion in flight is a connection of controller and engine.
 """
 
 import os
@@ -30,20 +30,20 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
 
 SLURM = "slurm"
-"""Value of --hosts that stands for the hosts of the Slurm allocation that this process is in."""
+"""Value of --hosts for the hosts of the Slurm allocation in which this process runs."""
 DEFAULT_COMMAND = "ssh {host}"
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
-"""Command of a Slurm step on one host, which shares the host's resources with other steps."""
+"""Command that starts a Slurm step on one host. The step shares the host's resources with the job's other steps."""
 _CARRIED_VARIABLES = re.compile(
     r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$"
 )
-"""Variables that a program on another host gets from the controller. srun always hands on all variables."""
+"""Variables of the controller that --run-on passes to a program on another host. srun passes all variables."""
 _PRIVATE_NAMES = re.compile(
     r"^(?!.*_(PATH|FILE|DIR)$).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(TOKEN|KEY)S?(?![A-Z])"
     r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
     re.IGNORECASE,
 )
-"""Names of variables whose values no other user may see. The name of a path to a secret does not match."""
+"""Names of variables that hold secrets. Names that end in _PATH, _FILE or _DIR do not match."""
 _SECRET_VALUES = re.compile(
     r"://[^/@\s]+:[^/@\s]+@"
     r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
@@ -52,24 +52,25 @@ _SECRET_VALUES = re.compile(
     r"|://hooks?\.|://[^\s]*/(web)?hooks?/",
     re.IGNORECASE,
 )
-"""Patterns of values that are secrets under any variable name: logins in addresses, tokens of known forms, signed
-addresses, and addresses of hooks, which anybody who has the address may call."""
+"""Values that are secrets whatever the variable's name is: URLs with a password or a signature, tokens of known
+forms, private keys, and URLs of webhooks, which anybody with the URL may call."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
-"""Time limit of a query to Slurm while a run goes on (seconds). The run's end waits for the answer."""
+"""Time limit (s) of a query whether hosts have left the job. The query delays the handling of a failure."""
 PER_COMPLETION = 2
-"""Connections per slot: each engine may have a validation in flight besides the training completions."""
+"""Connections per completion in flight of rollouts.max_in_flight: each engine may have as many validation
+completions in flight as training completions."""
 PER_PROCESS = 8
 """Open files per child process: pipes, sockets, the log, and the descriptors by which asyncio watches the child."""
 TARGET = 65536
-"""The soft limit is raised to this number if the hard limit allows. The number exceeds the run's own need, because
-unauthenticated connections to the controller's socket also count until libzmq drops such connections after 30 s."""
+"""Number of open files to which the soft limit is raised if the hard limit allows. A run needs fewer files, but any
+connection to the controller's socket counts until libzmq drops unauthenticated connections after 30 s."""
 MARGIN = 1024
-"""Open files for the journal and checkpoints, for libraries, and for the event loop."""
+"""Number of open files for the journal and checkpoints, for libraries, and for the event loop."""
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether no other user may see this variable, judged by name and value."""
+    """Whether a variable holds a secret, by name or by value, so that other users must not see the value."""
     return bool(_PRIVATE_NAMES.search(name) or _SECRET_VALUES.search(value))
 
 
@@ -98,13 +99,12 @@ class Hosts:
     address: str | None
     """The controller's address on the route to other hosts; None if there are no other hosts."""
     words: tuple[str, ...] = ()
-    """The command that hands one argument to a shell on {host}, as ssh does. Empty in an allocation, where srun is
-    used."""
+    """The command, such as ssh {host}, that runs the last argument in a shell on {host}. Empty with Slurm (srun)."""
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.
 
-        env: variables to set there, visible to every user of both hosts, so without secrets.
+        env: variables to set on the other host. Every user of both hosts can see `env`, so no secrets.
         """
         assert not host.here, host
         if not self.words:
@@ -116,7 +116,7 @@ class Hosts:
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
     def have_left(self) -> set[str]:
-        """Names of the hosts that Slurm has taken out of the job for good; empty if unknown. Blocks."""
+        """Names of the hosts that Slurm has removed from the job; empty without Slurm or an answer. Blocks."""
         job = _this_job()
         if self.words or self.address is None or job is None:
             return set()
@@ -131,15 +131,15 @@ class Hosts:
 
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)
-"""The hosts of a run on this host alone."""
+"""The `Hosts` of a run without --hosts: this host alone."""
 
 
 def takes_gpus(transport: str) -> bool:
     """Whether a run with this `weights.transport` uses GPUs: always with nccl, else if this host has a visible GPU.
 
-    Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
+    A user who sets CUDA_VISIBLE_DEVICES to the empty string runs on CPUs.
     """
-    # The import is here because the module imports torch.
+    # Imported here, because `distributed.device` imports torch, which takes seconds.
     from megatron_scalerl.distributed import device
 
     return transport == "nccl" or device.HAVE_GPU
@@ -153,12 +153,12 @@ def hosts_of(
     address: str | None,
     transport: str = "auto",
 ) -> Hosts:
-    """The hosts that the user names.
+    """The hosts that the options of the command line name. Raises ValueError for an invalid option.
 
-    names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each host; None:
-    in an allocation the job's GPUs on this node, with Ray all devices of a node. run_on: the command, None for ssh.
-    address: of the controller, None: the address on the route to the first other host. transport: weights.transport,
-    which says with Ray whether devices are GPUs. Raises ValueError.
+    names: --hosts: names with commas between them, SLURM, ray or ray:NODES; None for this host alone. slots: --slots,
+    devices of each host; None with Slurm for the job's GPUs on this node, with Ray for all devices of a node. run_on:
+    --run-on; None for ssh. address: --address of the controller; None for the address on the route to the first other
+    host. transport: weights.transport, which with Ray says whether devices are GPUs.
     """
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address))
     for option, value in options:
@@ -181,13 +181,13 @@ def hosts_of(
     if in_slurm:
         listed = hosts_of_allocation()
         if slots is None:
-            # The variable holds `8` or `h100:8`.
+            # SLURM_GPUS_ON_NODE is a number (8) or a kind and a number (h100:8).
             slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
     else:
         listed = _listed_names(names)
         words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
     this_host = _names_of_this_host()
-    # Users and Slurm write a host's name with or without the domain.
+    # Users and Slurm may write a host's name with or without the domain, so bare names are compared.
     hosts = tuple(Host(name=name, here=_bare_name(name) in this_host) for name in listed)
     other_hosts = [host.name for host in hosts if not host.here]
     if slots is not None and slots < 1:
@@ -202,9 +202,9 @@ def hosts_of(
 
 
 def _hosts_of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
-    """The nodes that Ray reserves.
+    """Reserve nodes of a Ray cluster as hosts.
 
-    The controller's own node runs programs through Ray as well, since Ray counts the devices in use.
+    Programs on the controller's own node also run through Ray, so that Ray counts the devices in use.
     """
     names, slots, words = ray_hosts.reserve(kind, count, slots)
     hosts = tuple(Host(name=name) for name in names)
@@ -231,7 +231,7 @@ def step_words(host: str) -> list[str]:
 
     If the allocation's nodes differ, the step gets the CPU count of the smallest node.
     """
-    per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 128,64(x2)
+    per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # for example 128,64(x2)
     words = [*_SRUN, f"--nodelist={host}"]
     if cpus := re.findall(r"(?:^|,)(\d+)", per_node):
         words.append(f"--cpus-per-task={min(map(int, cpus))}")
@@ -241,7 +241,7 @@ def step_words(host: str) -> list[str]:
 def hosts_of_allocation() -> list[str]:
     """The hosts of the Slurm allocation that this process is in.
 
-    Raises ValueError outside of an allocation and in a heterogeneous one.
+    Raises ValueError outside of an allocation and in a heterogeneous allocation.
     """
     if not os.environ.get("SLURM_JOB_NODELIST"):
         raise ValueError(f"--hosts {SLURM}: this process is in no allocation (SLURM_JOB_NODELIST); use sbatch")
@@ -257,7 +257,7 @@ def hosts_of_allocation() -> list[str]:
 def _this_job() -> str | None:
     """The job's id for scontrol; None outside of a job.
 
-    A task of an array is named by the array's and the task's number: SLURM_JOB_ID of the last task means all tasks.
+    The id of an array's task is ARRAY_TASK. SLURM_JOB_ID is not used: the last task's id stands for the whole array.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -265,7 +265,7 @@ def _this_job() -> str | None:
 
 
 def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
-    """The output of `scontrol show`. Raises OSError and SubprocessError."""
+    """The output of `scontrol show`. Raises OSError or SubprocessError if the command fails or takes too long."""
     argv = ["scontrol", "show", *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=True).stdout
 
@@ -276,14 +276,14 @@ def _names_of_this_host() -> set[str]:
 
 
 def _bare_name(name: str) -> str:
-    """The host's name without user and domain. An address stays unchanged."""
+    """The host's name without user and domain, or the host's IP address without user."""
     host = name.rpartition("@")[2]
     is_address = ":" in host or re.fullmatch(r"[\d.]+", host)
     return host if is_address else host.partition(".")[0]
 
 
 def _address_towards(other_host: str) -> str:
-    """This host's address on the route to another host. Raises ValueError without a route."""
+    """This host's address on the route to another host. Raises ValueError if there is no route."""
     name = other_host.rpartition("@")[2]
     try:
         return local_address(name)
@@ -294,20 +294,20 @@ def _address_towards(other_host: str) -> str:
 
 
 def files_needed(recipe: Recipe) -> int:
-    """Most files that the controller of a run may have open at once. An engine needs fewer."""
+    """Largest number of files that the controller of a run may have open at once. An engine needs fewer files."""
     engines = len(recipe.engine_devices)
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers
     open_files = completions + PER_PROCESS * processes + MARGIN
     if recipe.episodes:
-        # Half of the files are for agents (`rollouts.agents.AgentServer`).
+        # Connections of users' agents (`rollouts.agents.AgentServer`) get as many files again.
         open_files *= 2
     return open_files
 
 
 def allow_open_files(recipe: Recipe) -> None:
-    """Raise the soft limit of this process to TARGET, or as far as allowed. Child processes inherit the limit.
+    """Raise the soft limit on open files to TARGET or the hard limit. Child processes inherit the limit.
 
     Raises ValueError if the hard limit is lower than the run's need.
     """

@@ -1,9 +1,9 @@
 """The processes of a run: engines and trainer ranks, on this host and on all hosts that `hosts` names.
 
 Engines live as long as the run (`launch.engines`), trainer ranks as long as one attempt (`launch.trainer`). An engine
-that exits or hangs is evicted and started again. A trainer rank that exits ends the attempt. Nothing else in the
-controller ends a process, except a second SIGINT or SIGTERM (`processes.signals`) and the kernel when the controller
-dies (`processes.parent_death`).
+that exits or hangs is evicted and started again. A trainer rank that exits ends the attempt. Besides this package's
+`launch`, two things end processes: a second SIGINT or SIGTERM (`processes.signals`), and the kernel when the
+controller dies (`processes.parent_death`).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Launcher:
         self._starting: asyncio.Task[None] | None = None
 
     def trainer(self, attempt: Attempt) -> AbstractAsyncContextManager[TrainerRanks]:
-        """The trainer of one attempt, whose processes are stopped on exit from the block."""
+        """The trainer of one attempt, as a context manager that stops the trainer's ranks at the end of the block."""
         return trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement)
 
     async def start(self, trainer: TrainerRanks) -> Fleet:
@@ -50,7 +50,7 @@ class Launcher:
 
         Raises the first failure.
         """
-        # Engines outlive an attempt of the trainer, so a second attempt finds running engines.
+        # Engines keep running between attempts, so only the first attempt starts engines.
         if self._starting is None:
             self._starting = asyncio.create_task(self.engines.start(), name="engines")
 
@@ -90,11 +90,11 @@ async def launching(
     *,
     hosts: Hosts = ONE_HOST,
 ) -> AsyncIterator[Launcher]:
-    """A launcher whose processes are stopped on exit from the block.
+    """A launcher for the block; afterwards all engines are stopped and the run's secret is deleted.
 
-    attempt: the first of this process; the engines belong to the attempt's folder and incarnation. record: called
-    with every change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet
-    that does not fit on the hosts.
+    attempt: first attempt of this process, whose folder and incarnation the engines keep. record: called with every
+    change of an engine. Raises ValueError if a port is in use, if vLLM does not know an option, or if the processes
+    do not fit on the hosts.
     """
     launcher = Launcher(recipe, attempt, secret, hosts, record)
     try:

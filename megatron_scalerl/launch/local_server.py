@@ -2,9 +2,9 @@
 
     __init__: bind the address --> start: spawn, wait for the plugin's byte --> wait: for the exit --> stop
 
-The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
-free port between choice and use. A server that is up reports through a pipe (`engine.vllm_plugin`). The server leads
-a process group, so that core and workers stop with the server.
+The parent binds the server's address and passes the listening socket to the server (`engine.server`), so that no
+program can take the chosen port before the server uses the port. Once up, the server writes a byte to a pipe
+(`engine.vllm_plugin`). The server leads a process group, so that vLLM's core and workers are stopped with the server.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before the start was complete. The message is the predicate after "engine-0 (port 8000)"."""
+    """The server ended before being up. The message is the predicate of a sentence after "engine-0 (port 8000)"."""
 
 
 @record
@@ -40,20 +40,20 @@ class ServerPlace:
     host: str
     """Address of this host at which the server listens."""
     port: int = 0
-    """Port of the server; 0: a free port is chosen."""
+    """Port of the server; 0 for any free port."""
     positions: Sequence[int] | None = None
     """The server's devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
-    """Name of the interface through which NCCL reaches the members of a weight group."""
+    """Name of the network interface through which NCCL connects trainer and engines for weight updates."""
     tls: Certificate | None = None
-    """Certificate and key; None: HTTP without TLS, for loopback."""
+    """Certificate and key of the server; None for HTTP without TLS, as on the loopback interface."""
 
 
 class LocalServer:
-    """A server that is a child of this process. Call `start` once, and `stop` at any time."""
+    """A vLLM server that is a child of this process. The caller may call `start` once, and `stop` at any time."""
 
     reached = True
-    """Whether the server's host was reachable: always true, since the host is this one."""
+    """Whether the server's host was reachable: always True, since the server runs on this host."""
     tls = None
 
     def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
@@ -74,7 +74,7 @@ class LocalServer:
             self._socket.close()
             raise
         self._process: ChildProcess | None = None
-        # The folder holds sockets that vLLM leaves behind.
+        # A private folder for vLLM's sockets, which vLLM does not delete.
         self._folder = contextlib.ExitStack()
 
     @property
@@ -86,10 +86,10 @@ class LocalServer:
     async def start(self) -> str:
         """Start the process, wait until the server is up, and return the server's URL.
 
-        Raises ServerEnded and OSError.
+        Raises ServerEnded if the server exits before being up, and OSError if the process cannot be started.
         """
         assert self._process is None, "start() may be called once only"
-        # The files exist until the server has read them.
+        # The files of the certificate exist until the server is up, and so has read the files.
         with certificate_arguments(self._place.tls) as files:
             await self._launch([*self._arguments, *files])
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
@@ -109,7 +109,7 @@ class LocalServer:
         self._folder.close()
 
     async def _launch(self, arguments: list[str]) -> None:
-        """Start the process, and wait until the server reports on a pipe."""
+        """Start the process, and wait until the server reports on a pipe to be up."""
         read, write = os.pipe()
         listening = self._socket.fileno()
         env = engine_environment(
@@ -132,19 +132,19 @@ class LocalServer:
             raise
         finally:
             os.close(write)
-            # Only the server listens now, so connections are refused once the server has exited.
+            # Only the server has the listening socket now, so connections are refused once the server has exited.
             self._socket.close()
         await self._ready(read)
 
     async def _ready(self, read: int) -> None:
-        """Wait for the plugin's byte or the exit of the process."""
+        """Wait for the byte that the plugin writes when the server is up. May raise ServerEnded."""
         reader = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
         )
         try:
             async with race(self.wait(), reader.read(1)) as (server_exit, up):
-                # The write end was closed, so the process is about to exit.
+                # An end of file without a byte shows that the process is exiting.
                 if not up.done() or not up.result():
                     raise ServerEnded(f"{await server_exit} before it was up")
         finally:
@@ -173,9 +173,9 @@ def engine_port(engine: EngineSection, index: int) -> int:
 
 
 def bind_server(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address.
+    """A socket that listens at `host` and `port`; port 0 takes a free port.
 
-    With port 0, a free port is taken. Raises ValueError for a port in use.
+    Raises ValueError if the port is in use or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

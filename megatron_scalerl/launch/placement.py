@@ -1,9 +1,9 @@
-"""The host and the devices of every trainer rank and every engine.
+"""Chooses the host and the devices of every trainer rank and every engine.
 
 The trainer's ranks fill host after host, from each host's first device on. The engines follow, and no engine spans
 two hosts. With engine.colocate the engines are on the trainer's devices.
 
-The module also has the classes by which the controller knows a run's processes, independent of the launcher.
+The module also has the records `Devices`, `Attempt` and `Fleet`, which the launcher gives to the controller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
-# Without these imports, submit can refuse a recipe at once.
+# Only types are needed. Without imports at run time, `submit` checks a recipe quickly.
 if TYPE_CHECKING:
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.trainer.client import TrainerClient
@@ -34,7 +34,7 @@ class HostRanks:
 
     host: Host
     first: int
-    """The lowest rank."""
+    """The lowest rank on the host."""
     count: int
 
 
@@ -57,10 +57,10 @@ class Placement:
 
     @classmethod
     def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
-        """Place the processes of a recipe on these hosts. trainer: whether there are trainer ranks besides the
-        engines.
+        """Place the processes of a recipe on these hosts. trainer: False to place engines only.
 
-        Raises ValueError for too few devices, and for an engine that needs more devices than a host has.
+        Raises ValueError if the hosts have too few devices, if an engine needs more devices than a host has, or if
+        weights.transport: shm or engine.colocate is used with several hosts.
         """
         world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
@@ -79,7 +79,7 @@ class Placement:
             slots = hosts.slots or visible
             if slots > visible:
                 raise ValueError(f"--slots: {slots} is more than the {visible} GPUs visible on this host")
-        # Each host takes `slots` ranks, and the last host the rest. The hosts after the last have no rank.
+        # Each host gets `slots` ranks until all ranks are placed. Further hosts have no rank.
         ranks = tuple(
             HostRanks(host=host, first=first, count=min(slots, world_size - first))
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
@@ -92,10 +92,10 @@ class Placement:
         return cls(trainer=ranks, engines=tuple(engines[:count]), teachers=tuple(engines[count:]))
 
     def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
-        """Check that Slurm has left the run enough hosts. Blocks.
+        """Check that the hosts that the run needs are still in the Slurm job. Blocks.
 
-        engines: fewest engines that have to be left. Raises HostsLeft if a host with trainer ranks or a teacher has
-        left the job, or if fewer engines are left.
+        engines: least number of engines whose hosts must remain. Raises HostsLeft if a host with trainer ranks or a
+        teacher has left the job, or if fewer engines remain.
         """
         departed_hosts = hosts.have_left()
         for role, names in (
@@ -110,11 +110,11 @@ class Placement:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that a process on this host sees, written as in CUDA_VISIBLE_DEVICES."""
+    """Names of the GPUs that a process on this host sees: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
-    # The import is here because the module imports torch.
+    # Imported here, because `distributed.device` imports torch, which takes seconds.
     from megatron_scalerl.distributed.device import gpu_count
 
     return [str(number) for number in range(gpu_count())]
@@ -123,7 +123,7 @@ def visible_gpus() -> list[str]:
 def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
-    """Places of the run's engines, in order. Fewer places are returned if not all engines fit."""
+    """Places of the engines, in order, after the trainer's ranks. If not all engines fit, the list is shorter."""
     sizes = [*recipe.engine_devices.values()]
     places: list[EnginePlace] = []
     for host in hosts.hosts:
@@ -168,7 +168,7 @@ def _shortage(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: 
 
 @record
 class Devices:
-    """The devices that a run holds. The numbers are known before any process is started."""
+    """The numbers of devices that a run holds, from the recipe alone."""
 
     unit: ComputeUnit
     """Unit of the run's compute: gpu_hours for GPUs, device_hours for processes on CPUs."""
@@ -181,7 +181,7 @@ class Devices:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Devices:
-        """The devices that a recipe requires on this machine."""
+        """The devices that a run of the recipe would hold; GPUs or CPUs according to this machine."""
         return cls(
             unit="gpu_hours" if takes_gpus(recipe.weights.transport) else "device_hours",
             trainer=recipe.trainer.world_size / (2 if recipe.engine.colocate else 1),
@@ -192,12 +192,13 @@ class Devices:
 
 @record
 class Attempt:
-    """One start of a run, with the ids that the run's processes compare. Produced by `controller.run_folder`."""
+    """One start of a run. Processes that connect must have the same ids. Produced by `controller.run_folder`."""
 
     run_id: str
     """Id of the run, shared by all attempts."""
     incarnation: str
-    """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`. A process with another incarnation is refused."""
+    """Name of the attempt: `JOB_ID.RESTART_COUNT` on Slurm, else `local.N`. The controller refuses processes of
+    another incarnation."""
     folder: Path
     """The folder RUN/. The processes write logs to the subfolder `logs`."""
     recipe_file: Path
@@ -206,7 +207,7 @@ class Attempt:
 
 @record
 class Fleet:
-    """Trainer ranks and engines, ready for requests. Produced by a launcher."""
+    """Clients of the trainer's ranks and of the engines, all ready for requests. Produced by a launcher."""
 
     trainer: TrainerClient
     info: TrainerInfo
@@ -221,7 +222,7 @@ def hosts_needed(recipe: Recipe, slots: int) -> int | None:
     """
     ranks = recipe.trainer.world_size
     hosts = -(-ranks // slots)
-    # Devices that the ranks leave free on their last host go to the first engines.
+    # The first engines take the devices that are left free on the last host of the trainer's ranks.
     free = -ranks % slots
     for size in recipe.engine_devices.values():
         if size > slots:

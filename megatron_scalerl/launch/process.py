@@ -1,8 +1,9 @@
 """Starts, watches and stops an engine: the server, on whichever host, and the client. Runs in the controller.
 
-The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.agents`). The
-server's end is awaited, the engine's progress watched (`engine.watchdog`), and the last lines of the log are part of
-the error of a dead engine. An `EngineProcess` starts once; a restart has a new `EngineProcess` (`launch.engines`).
+The server is a child process (`launch.local_server`), or runs on another host behind an agent (`launch.agents`).
+`EngineProcess.watch` waits for the server's end and watches the engine's progress (`engine.watchdog`). The error
+about a dead engine has the last lines of the log. An `EngineProcess` starts once; for a restart, `launch.engines`
+makes a new `EngineProcess`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_scalerl.recipe import Recipe
 class EngineProcess:
     """An engine's server and client.
 
-    Call `start`, then use `client`. `watch` never returns; `stop` may come at any time.
+    The caller calls `start`, then uses `client`. `watch` only raises and never returns. `stop` may be called anytime.
     """
 
     def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str):
@@ -47,8 +48,8 @@ class EngineProcess:
     ) -> EngineProcess:
         """An engine of the recipe whose server is a child of this process.
 
-        index: number of the engine from 0. name: empty for engine-`index`. place: fields of `ServerPlace` except the
-        address. Raises ValueError for an option unknown to vLLM and for a port in use.
+        index: number of the engine, from 0. name: name of the engine; empty for engine-`index`. place: fields of
+        `ServerPlace` except host and port. Raises ValueError for an option unknown to vLLM and for a port in use.
         """
         engine = recipe.engine
         address = ServerPlace(host=engine.host, port=engine_port(engine, index), **place)
@@ -71,7 +72,7 @@ class EngineProcess:
                 info = await self.client.info()
             check_engine(info, self._recipe)
         except BaseException as error:
-            # The error is made here, since it has the end of the log.
+            # The error is made before `stop`, so that the quoted log lines are of the moment of the timeout.
             timeout = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
             await self.stop()
             if isinstance(error, TimeoutError):
@@ -84,7 +85,7 @@ class EngineProcess:
     async def watch(self, lag: LagClock | None = None) -> NoReturn:
         """Wait until the server exits, stops answering or stalls with requests in flight, then raise EngineDied.
 
-        lag: compares this engine with other watched engines. With `lag`, an engine that lags behind also raises.
+        lag: compares the rates of all watched engines. With `lag`, an engine that lags behind also raises EngineDied.
         """
         progress = watch_progress(self.client, self._recipe.engine, lag)
         async with race(self.server.wait(), progress) as (server_end, hang):
@@ -104,7 +105,7 @@ class EngineProcess:
             await self.server.stop(grace_s)
 
     async def _first_answer(self) -> None:
-        """Wait for the first response, since the plugin reports shortly before the server accepts connections."""
+        """Wait until the server answers: the plugin reports a server shortly before connections are accepted."""
         for pause_s in (*(0.02 * 2**n for n in range(6)), *(60 * [1.0])):
             with contextlib.suppress(EngineError):
                 await self.client.get("/health")

@@ -1,12 +1,11 @@
-"""The hosts of a run from a Ray cluster: `train --hosts ray`.
+"""Takes the hosts of a run from a Ray cluster: `train --hosts ray`.
 
     controller --stdin/stdout--> keeper --Ray--> one actor on each node, which holds the node's devices
          '--> `python -m megatron_scalerl.launch.ray_hosts SOCKET HOST PROGRAM` --socket--^   (one for each program)
 
-The keeper is a child process of the controller and the run's only driver of Ray. The keeper reserves the devices, and
-the keeper's actors run the programs that `--run-on ssh` would run, with the same argument. When the controller ends,
-in any way, the keeper also ends. Ray then ends the actors, and the programs die with the actors
-(`processes.parent_death`).
+The keeper is a child process of the controller and the run's only driver of Ray. The keeper reserves the devices. Its
+actors run the shell commands that `--run-on` would run through ssh. When the controller ends, even by SIGKILL, the
+keeper also ends. Ray then ends the actors, and the programs die with the actors (`processes.parent_death`).
 
     to the keeper, one line:     {"host": "10.0.0.2", "program": "cd /run && exec ..."}
     from the keeper, each line:  {"output": "..."}, at the end {"code": 0}
@@ -36,48 +35,48 @@ from megatron_scalerl.processes.signals import SAVE_SIGNAL, SIGNALS
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 1800.0
-"""Seconds to wait until the cluster has the devices. In this time an autoscaling cluster may start machines."""
+"""Seconds to wait for free devices. In this time an autoscaling cluster may start machines."""
 _PROGRAMS = 512
-"""Most programs that a node may run at a time."""
+"""Largest number of programs that one node's actor runs at a time."""
 _MODULE = "megatron_scalerl.launch.ray_hosts"
 
 
 def reserve(
     kind: Literal["GPU", "CPU"], count: int | None, slots: int | None
 ) -> tuple[list[str], int, tuple[str, ...]]:
-    """Start the keeper, and wait until the keeper has reserved the devices. Raises ValueError.
+    """Start the keeper, and wait until the keeper has reserved the devices. Raises ValueError if the keeper fails.
 
-    The keeper holds the devices until this process ends. Returns the addresses of the nodes, the devices of each
-    node, and the command that runs the last argument in a shell on {host}.
+    The keeper holds the devices until this process ends. Returns the addresses of the nodes, the number of devices of
+    each node, and a command that runs the last argument in a shell on {host}.
 
-    kind: the kind of devices. count: number of nodes; None for all nodes that have the devices. slots: devices of
-    each node; None for all.
+    kind: the kind of devices. count: number of nodes; None for all nodes with `slots` devices. slots: number of
+    devices of each node; None for all devices of the largest node.
     """
     folder = tempfile.mkdtemp(prefix="msrl-ray-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([kind, count, slots])]
     logger.warning("waiting until the Ray cluster has free %ss", kind)
-    # The keeper has a new session, since a terminal's SIGINT is for the controller, which ends the run in order.
+    # In a new session the keeper gets no SIGINT from the terminal: the controller, which does, must end first.
     keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert keeper.stdout is not None
     line = keeper.stdout.readline()
     if not line.startswith("{"):
-        raise ValueError(f"--hosts ray: {line.strip() or f'its driver ended with exit code {keeper.wait()}'}")
+        raise ValueError(f"--hosts ray: {line.strip() or f'the process for Ray ended with code {keeper.wait()}'}")
     reserved = json.loads(line)
     words = (sys.executable, "-m", _MODULE, str(Path(folder) / "socket"), "{host}")
     return reserved["hosts"], reserved["slots"], words
 
 
 class Node:
-    """An actor on one node, which holds the node's devices and runs programs."""
+    """A Ray actor on one node, which holds the node's devices and runs programs."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._given_up: set[str] = set()
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
-        """Run a program in a shell, and yield the output line by line, then the exit code."""
-        # Ray sets OMP_NUM_THREADS to 1 for the actor; the program must not inherit the value.
+        """Run a shell command, and yield the output line by line, then the exit code. name: id of the program."""
+        # Ray sets OMP_NUM_THREADS to 1 for an actor without CPUs. The program must not inherit the 1.
         env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         child = subprocess.Popen(
             tied_command(["sh", "-c", program]),
@@ -98,19 +97,16 @@ class Node:
         yield {"code": child.wait()}
 
     def end(self, name: str) -> None:
-        """Terminate a program, as the end of an ssh connection does.
-
-        A program that has not started yet is never started.
-        """
+        """Send SIGTERM to a program, now or, if the program has not started yet, right after the start."""
         self._given_up.add(name)
         if (child := self._running.get(name)) is not None:
             child.terminate()
 
 
 class _Program(socketserver.StreamRequestHandler):
-    """A program of the controller, requested by a separate process (`_run`).
+    """Handles one connection to the keeper: the request of a process (`_run`) to run a program on a node.
 
-    When that process ends, the program ends.
+    When the connection ends, the program is terminated.
     """
 
     def handle(self) -> None:
@@ -129,7 +125,7 @@ class _Program(socketserver.StreamRequestHandler):
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            # The caller may be gone.
+            # The process that requested the program may have ended.
             self.wfile.write(json.dumps(message).encode() + b"\n")
 
     def _end_with_caller(self, node: Any, name: str) -> None:
@@ -139,14 +135,14 @@ class _Program(socketserver.StreamRequestHandler):
 
 
 def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
-    """Reserve the devices, print the hosts, and run programs there until this process is killed."""
+    """The keeper: reserve the devices, print the hosts as JSON, and run programs there until killed."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     for number in (*SIGNALS, SAVE_SIGNAL):
-        # The keeper ignores these signals, since the end of the controller ends the keeper.
+        # The keeper must outlive signals to the whole job, because the keeper has to end after the controller.
         signal.signal(number, signal.SIG_IGN)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
@@ -156,7 +152,7 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
     bundles = [{kind: slots} for _ in range(count)]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(RESERVED_S):
-        raise ValueError(f"{count} nodes with {slots} {kind}s each were not free within {RESERVED_S:g} s")
+        raise ValueError(f"{count} nodes with {slots} {kind}s each were not free in {RESERVED_S:g} s; use fewer")
     holds = {"num_cpus": 0, f"num_{kind.lower()}s": slots}
     nodes = [
         ray.remote(Node)
@@ -190,11 +186,11 @@ def _run(path: str, host: str, program: str) -> int:
                     return int(message["code"])
                 sys.stdout.write(message["output"])
                 sys.stdout.flush()
-    return 1  # the keeper is gone
+    return 1  # the keeper ended before the program
 
 
 def main() -> int:
-    """Run as the keeper, or ask the keeper for a program of the run."""
+    """With --keep, run as the keeper; otherwise ask the keeper to run a program. Returns the exit code."""
     if sys.argv[1] != "--keep":
         return _run(*sys.argv[1:])
     try:

@@ -1,4 +1,4 @@
-"""The trainer's ranks of one attempt: started, watched and stopped.
+"""Starts, watches and stops the trainer's ranks of one attempt.
 
 On the controller's host each rank is a child process of the controller. On another host all ranks are children of one
 program (`launch.agent`), which is started by a command. With GPUs, a host's ranks use the first visible GPUs
@@ -27,14 +27,14 @@ from megatron_scalerl.trainer.ranks import environment as environment_of_ranks
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
-"""Seconds in which processes that are about to exit may exit without a signal. A signal would reach ranks on another
-host through the command that started the ranks, and the command would report a failure."""
+"""Seconds for processes to exit by themselves before a signal. If the command that starts ranks on another
+host got a signal, the command would report a failure."""
 _STOP_S = 60.0
-"""Seconds for all ranks to leave the process groups and answer, once the run is finished."""
+"""Seconds for all ranks to leave the process groups and answer `client.stop`, once the run is finished."""
 
 
 class TrainerRanks:
-    """The ranks of one attempt. Call `start`, then use `client` while `watch` waits, then `stop`."""
+    """The ranks of one attempt. The caller calls `start`, uses `client` while `watch` waits, then calls `stop`."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement):
         self.client = client
@@ -44,8 +44,8 @@ class TrainerRanks:
         self._placement = placement
         self._children: list[ChildProcess] = []
         self._elsewhere: set[str] = set()
-        """Names of the children that start ranks on other hosts."""
-        # One task for each child; the task raises once the child has exited.
+        """Names of the child processes (ssh, srun) that start ranks on other hosts."""
+        # One task for each child process. A task raises ProcessDied once the child process has exited.
         self._watches: list[asyncio.Task[NoReturn]] = []
         self._started = asyncio.Event()
 
@@ -56,9 +56,9 @@ class TrainerRanks:
         public = public_environment(self._attempt, self.client.endpoint, joining["MSRL_SECRET"], Purpose.TRAINER)
         public["WORLD_SIZE"] = joining["WORLD_SIZE"]
         for name, value in environment_of_ranks(self._recipe).items():
-            # A value that the user has set takes precedence.
+            # A value in the user's environment takes precedence over the recipe's value.
             public[name] = os.environ.get(name, value)
-        # Only MSRL_RANKS differs between the hosts.
+        # All hosts get the same variables except MSRL_RANKS, the numbers of the host's ranks.
         for ranks in self._placement.trainer:
             public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}"
             if ranks.host.here:
@@ -82,26 +82,26 @@ class TrainerRanks:
         """Wait until a rank has exited, then raise ProcessDied."""
         await self._started.wait()
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
-        # In this time the rank's last message, with the reason, reaches whoever waits for an answer.
+        # Meanwhile the failed rank's last message, which has the reason, reaches the calls that wait for answers.
         await asyncio.wait(self._watches, return_when=asyncio.ALL_COMPLETED, timeout=BLAME_S + 1.0)
         next(watch for watch in self._watches if watch.done()).result()
 
     async def stop(self, *, graceful: bool) -> None:
-        """Stop every rank, whatever fails meanwhile; each failure is logged as a one-line warning.
+        """Stop all ranks. A failure to stop a rank is logged as one line, and the remaining ranks are still stopped.
 
-        graceful: let the ranks leave the process groups first.
+        graceful: True to let the ranks leave the process groups before.
         """
         await cancelled(*self._watches)
         try:
             if graceful:
                 async with asyncio.timeout(_STOP_S):
                     await self.client.stop()
-        # The run is finished and on disk, so a failure here is only logged.
+        # After a graceful stop the run is finished and on disk, so a failure to stop is only logged.
         except (RuntimeError, OSError) as error:
             reason = str(error) or f"no answer within {_STOP_S:g} s"
             logger.warning("the run is finished, but its trainer did not stop gracefully: %s", reason)
         finally:
-            # Closing the connection makes ranks that have not exited exit now.
+            # Ranks that are still running exit when the connection is closed.
             self.client.close()
             leaving = [child for child in self._children if graceful or child.name in self._elsewhere]
             with contextlib.suppress(TimeoutError):
@@ -114,7 +114,7 @@ class TrainerRanks:
 async def trainer_ranks(
     recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, placement: Placement
 ) -> AsyncIterator[TrainerRanks]:
-    """The trainer of one attempt, stopped on exit from the block, gracefully if nothing was raised."""
+    """The trainer's ranks of one attempt. After the block the ranks are stopped, gracefully if nothing was raised."""
     with contextlib.ExitStack() as stack:
         address = hosts.address
         client = TrainerClient(

@@ -1,4 +1,4 @@
-"""Child processes of a run: each in a process group, with a log file; stopped as a group.
+"""Child processes of a run. Each has a process group, which is stopped as a whole, and a log file.
 
 A child dies with the controller, however the controller exits (`processes.parent_death`). The child's own children
 are in the child's process group, which `stop` and `kill` signal as a whole.
@@ -28,21 +28,20 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 LOG_LINES = 15
-"""Number of last lines of a log that an error message quotes."""
+"""Number of lines at the end of a log that an error message quotes."""
 LOG_END = "; the end of "
 """Text that separates an error message from the quoted last lines of a log."""
 KILLED_S = 30.0
-"""Seconds in which a process ends after SIGKILL. The kernel frees the process's memory first, which takes time on
-a busy host."""
+"""Seconds to wait for the end of a process after SIGKILL. On a busy host the kernel takes time to free the memory."""
 _TAIL_BYTES = 20_000
 _SLICES = 4
-"""Number of equal parts into which `time_limit` divides a time limit."""
+"""Number of equal waits into which `time_limit` divides a time limit."""
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 class ProcessDied(RuntimeError):
-    """A process of the run exited unexpectedly; the message ends with the last lines of the process's log."""
+    """A process of the run exited unexpectedly. The message ends with the last lines of the process's log."""
 
 
 class ChildProcess:
@@ -53,7 +52,7 @@ class ChildProcess:
         self.log = log
         self._process = process
         self._group_gone = False
-        """Whether no process of the group is left; the system may then give the group's number to another group."""
+        """True if no process of the group is left. The number may be reused then, so no signal is sent."""
         _started.add(self)
 
     @classmethod
@@ -67,12 +66,12 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         output: int | None = None,
     ) -> ChildProcess:
-        """Start `argv`.
+        """Start the command line `argv` as a child process. Raises OSError.
 
-        env: the complete environment but for the process name. log: file to which stdout and stderr are appended.
-        output: descriptor that stdout and stderr are written to in place of the log, which is not opened then.
-        pass_fds: inherited file descriptors. The child dies with the calling thread, which has to live as long as
-        this process: preferably the main thread. Raises OSError.
+        env: the complete environment except NAME_VARIABLE. log: file to which stdout and stderr are appended. output:
+        file descriptor for stdout and stderr instead of `log`, which is not opened then. pass_fds: inherited file
+        descriptors. The kernel kills the child when the calling thread ends, so the caller must call from a thread
+        that lives as long as this process, preferably the main thread.
         """
         log_file = contextlib.nullcontext(output) if output is not None else open_log(log)
         with log_file as output_file:
@@ -95,11 +94,11 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """False once the exit of the process was noticed."""
+        """True until this process has noticed the exit of the child."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Wait until the process has exited; the exit code, negative for a signal."""
+        """Wait until the process has exited; returns the exit code, which is negative for a signal."""
         return await self._process.wait()
 
     async def watch(self) -> NoReturn:
@@ -110,8 +109,8 @@ class ChildProcess:
     async def stop(self, grace_s: float = 10.0) -> None:
         """Send SIGTERM to the process group, and SIGKILL after `grace_s` seconds; may be called twice.
 
-        Raises RuntimeError if the process is still running KILLED_S after SIGKILL, or `grace_s` where that is more.
-        Cancellation kills the group at once.
+        Raises RuntimeError if the process is still running KILLED_S seconds after SIGKILL (`grace_s` seconds, if
+        more). If this call is cancelled, the group gets SIGKILL at once.
         """
         killed_s = max(KILLED_S, grace_s)
         try:
@@ -120,7 +119,7 @@ class ChildProcess:
                     await asyncio.wait_for(self.wait(), grace_s)
                 self._signal(signal.SIGKILL)
         except asyncio.CancelledError:
-            # A cancelled stop has no time for a graceful end.
+            # After the cancellation nothing would send SIGKILL later, so SIGKILL is sent now.
             self.kill()
             raise
         try:
@@ -137,9 +136,8 @@ class ChildProcess:
 
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of the group is left."""
-        # The kernel gives the number of a process to another process only when the group of that number is empty. So
-        # a process of this number, after the exit of ours, shows that our group is gone. Such a process must not be
-        # signaled.
+        # The kernel reuses a process id only if no process group has this number. So if the child has exited and a
+        # process with the child's id exists, the child's group is empty, and the other process must not be signaled.
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
         if not self._group_gone:
@@ -158,9 +156,9 @@ def kill_all() -> None:
 
 
 async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
-    """Stop processes, whatever fails meanwhile; each failure is logged as a one-line warning.
+    """Stop all processes at the same time. A failure is logged as one line and keeps no other process from stopping.
 
-    processes: each has a `name` and `stop`, as `ChildProcess`. grace_s: argument of `stop`, or none.
+    processes: objects with `name` and `stop`, such as ChildProcess. grace_s: passed to `stop` if given.
     """
     results = await asyncio.gather(*(process.stop(*grace_s) for process in processes), return_exceptions=True)
     for process, error in zip(processes, results):
@@ -169,20 +167,20 @@ async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The log, opened for appending (binary). Only the owner can read the file: a traceback may contain prompts.
+    """Open a log file for appending (binary). Only the owner may read a log, because a traceback may contain prompts.
 
-    The mode of a device, such as /dev/null, does not change.
+    The mode of a device file, such as /dev/null, is not changed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        # An earlier attempt may have made the file with another mode.
+        # The file may exist already, with another mode.
         os.fchmod(fd, 0o600)
     return os.fdopen(fd, "ab")
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log; empty if there is no such file."""
+    """The last LOG_LINES lines of a log; empty if the file does not exist."""
     if not path.exists():
         return ""
     with open(path, "rb") as file:
@@ -191,7 +189,7 @@ def log_tail(path: Path) -> str:
 
 
 def log_end(path: Path) -> str:
-    """The last lines of a log as the end of an error message; starts with `LOG_END`."""
+    """Text to append to an error message: LOG_END, the log's path and the log's last lines."""
     return f"{LOG_END}{path}:\n{log_tail(path)}"
 
 
@@ -200,11 +198,11 @@ _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^
 
 
 def fatal_error(path: Path) -> str:
-    """The exception after the last "fatal error." that vLLM's core wrote at a log's end, else the last exception.
+    """The exception that follows the last "fatal error." of vLLM's core near the end of a log.
 
-    Empty if the log has no exception.
+    Without "fatal error.", the last exception in the log; empty if the log has no exception or cannot be read.
     """
-    # A log of another host may be unreadable.
+    # A log that another host writes may not be readable here.
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
         text = file.read().decode(errors="replace")
@@ -214,10 +212,10 @@ def fatal_error(path: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """Run awaitables as tasks. The block is entered with the tasks, in the given order, when the first task is done.
+    """Run awaitables as tasks, and enter the block when the first task is done. The value has all tasks, in order.
 
-    On exit from the block all tasks are cancelled and awaited. Pass a future with further waiters through
-    `asyncio.shield`.
+    After the block all tasks are cancelled and awaited. A caller who passes a future with further waiters must wrap
+    the future in `asyncio.shield`.
     """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     try:
@@ -236,10 +234,10 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """A block that is cancelled after `seconds`; the block then raises TimeoutError.
+    """Cancel the block after `seconds` and raise TimeoutError.
 
-    The limit is divided into _SLICES waits. Where this process is stopped for hours (a suspended job), the stop
-    counts as one part, and the block has the remaining parts to finish.
+    The limit is divided into _SLICES waits. If this process is stopped for hours, for example in a suspended job, at
+    most one wait passes meanwhile, and the block still has the remaining waits to finish.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
@@ -260,13 +258,15 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
 
 
 def end_with(main: Callable[[], object]) -> NoReturn:
-    """Run a program, write its output and end this process with its exit code, without Python's cleanup.
+    """Call `main`, flush stdout and stderr, and end this process with the exit code, without Python's cleanup.
 
-    `main` returns an exit code or None, or raises: SystemExit as usual, any other exception is printed and is exit
-    code 1. Functions of `atexit` are not called. For a process that forms groups of gloo: the groups' threads go on
-    after `distributed.parallel.shutdown_parallel`, as Megatron refers to the groups. While Python ends, the threads
-    abort the process once in a while ("terminate called without an active exception": 1 of 40 processes of a single
-    rank on two busy cores, torch 2.13), and the destructor of a group may wait for a lost peer.
+    `main` returns an exit code or None, or raises. SystemExit gives the exit code as usual; any other exception is
+    printed and gives exit code 1. Functions of `atexit` are not called.
+
+    Needed by processes with gloo groups. The groups' threads keep running after `parallel.shutdown_parallel`, because
+    Megatron still refers to the groups. During Python's cleanup the threads sometimes abort the process ("terminate
+    called without an active exception": 1 of 40 processes with one rank on two busy cores, torch 2.13), and a group's
+    destructor may wait for a lost peer.
     """
     code: object = 1
     try:
@@ -275,7 +275,7 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         code = end.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    # SystemExit has the same meaning for Python: None is success, and a text is printed.
+    # As for sys.exit, None is exit code 0, and a text is printed and gives exit code 1.
     status = 0
     if isinstance(code, int):
         status = code
@@ -287,9 +287,9 @@ def end_with(main: Callable[[], object]) -> NoReturn:
             stream.write(text)
             stream.flush()
         except OSError:
-            # The stream's reader has gone.
+            # The program that reads the stream has ended, or the disk is full.
             status = status or 1
         except (ValueError, AttributeError):
-            # The program closed the stream, or the stream is None from the start.
+            # `main` closed the stream, or the process has no such stream (None).
             pass
     os._exit(status & 0xFF)

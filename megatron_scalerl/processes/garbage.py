@@ -1,4 +1,4 @@
-"""Controls garbage collection and freed memory in a process of many weeks whose event loop must not stand still."""
+"""Controls garbage collection and freed memory in processes that run for weeks with an event loop."""
 
 import contextlib
 import ctypes
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 _M_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD of <malloc.h>
 _M_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _LARGE_BLOCK = 1 << 20
-"""Size from which a block of memory is large (bytes)."""
+"""Least size of a block of memory that malloc takes from the system (bytes); see `map_large_blocks`."""
 FULL_COLLECTIONS_EVERY = 100
-"""Number of collections of the middle generation after which a full collection follows. Python's default is 10."""
+"""Number of collections of Python's middle generation between two full collections. Python's default is 10."""
 
 
 @contextlib.contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """A block in which full collections are rare, and skip objects that are older than the block.
+    """Make full garbage collections rare in the block. Objects from before the block are not collected meanwhile.
 
-    A full collection over the objects of thousands of requests, some 100,000, stops the event loop for 0.1 s and
-    more. Young garbage is collected as often as ever; cycles of older objects are freed ten times as late.
+    With thousands of requests there are some 100,000 objects, and a full collection stops the event loop for 0.1 s or
+    more. Young objects are collected as often as before; cycles of old objects are freed ten times as late.
     """
     thresholds = gc.get_threshold()
     gc.collect()
-    # Collections skip frozen objects.
+    # Garbage collections skip all objects that exist now.
     gc.freeze()
     gc.set_threshold(*thresholds[:2], FULL_COLLECTIONS_EVERY)
     try:
@@ -34,7 +34,7 @@ def rare_full_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """A short block without garbage collection, for imports of torch and transformers, which leave no garbage."""
+    """Turn garbage collection off in the block, for imports of torch and transformers, which leave no garbage."""
     gc.disable()
     try:
         yield
@@ -43,11 +43,11 @@ def no_collections() -> Iterator[None]:
 
 
 def map_large_blocks() -> None:
-    """Let malloc take every block of 1 MiB and more from the system, and give freed blocks back, for good.
+    """Make malloc take each block of 1 MiB or more from the system, and return the block when freed (glibc only).
 
-    glibc raises its thresholds, up to 32 and 64 MiB, with the blocks that a process frees. Then each thread that
-    ever needed such memory keeps the end of a heap, which malloc_trim leaves alone: 47 MiB for every thread in which
-    a long run's forecast was made. Other C libraries have no such function.
+    Without this, glibc raises its thresholds for mapping (up to 32 MiB) and trimming (up to 64 MiB) as a process
+    frees large blocks. Then each thread that once needed large blocks keeps freed memory at the end of a heap, which
+    malloc_trim does not return: 47 MiB for each thread that made the forecast of a long run.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -56,10 +56,10 @@ def map_large_blocks() -> None:
 
 
 def release_memory() -> None:
-    """Collect all garbage, and give freed pages back to the system; for moments when the event loop may stand still.
+    """Collect all garbage, and return freed memory to the system. Blocks the event loop for a while.
 
-    Freed memory stays with the process in fragments of the heap, several heaps where threads allocate, until
-    glibc's malloc_trim walks the heaps. Other C libraries have no such function.
+    Freed memory remains in the process's heaps as fragments until malloc_trim of glibc returns free pages. With other
+    C libraries only the garbage is collected.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -5,9 +5,11 @@ from typing import Any
 
 
 def imported(head: str, spec: str, forms: str) -> Any:
-    """The object that `spec`, `module:name`, names. head: the beginning of each message. forms: accepted forms.
+    """Import the object that `spec` names as `module:name`.
 
-    Raises ValueError, in one line, for another form, and if the import fails.
+    head: beginning of each error message. forms: description of valid values, for the message about an invalid
+    `spec`. Raises ValueError, with a message of one line, if `spec` is invalid, the import fails or the object is
+    missing.
     """
     module_name, separator, name = spec.partition(":")
     if not (module_name and separator and name):

@@ -1,8 +1,8 @@
 """Logging of every process of a run: one format, one level, one log file per process.
 
 Trainer ranks and engines write to stderr, which is the file RUN/logs/NAME.log. The controller writes to
-RUN/logs/controller.log, and warnings to the terminal too. Only the owner can read the files. No record holds the
-secret of a run. This module imports nothing outside the standard library.
+RUN/logs/controller.log, and writes warnings to the terminal as well. Only the owner can read the log files. The
+run's secret is never logged. This module imports nothing outside the standard library.
 """
 
 import logging
@@ -17,14 +17,14 @@ LEVEL_VARIABLE = "MSRL_LOG_LEVEL"
 """Environment variable with the level, inherited by every process of a run: debug, info (default), warning or
 error."""
 NAME_VARIABLE = "MSRL_PROCESS_NAME"
-"""Environment variable with the name of a child process, such as trainer-3."""
+"""Environment variable with the name of a child process, for example trainer-3."""
 FORMAT = "%(asctime)s %(levelname)-7s %(process_name)s %(name)s: %(message)s"
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 PACKAGE = __name__.partition(".")[0]
 
 
 def log_level() -> int:
-    """Level of the package's loggers. Raises ValueError for a value of MSRL_LOG_LEVEL that is no level."""
+    """Level of the package's loggers. Raises ValueError if MSRL_LOG_LEVEL is not the name of a level."""
     name = os.environ.get(LEVEL_VARIABLE, "info").lower()
     if name not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE}: expected one of {', '.join(LEVELS)}, found {name!r}")
@@ -34,7 +34,7 @@ def log_level() -> int:
 def log_to_stderr(*logger_names: str) -> None:
     """Log to stderr for as long as this child process runs.
 
-    logger_names: loggers of other packages whose handlers also get this format.
+    logger_names: names of loggers of other packages whose handlers get this package's format, too.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -46,9 +46,9 @@ def log_to_stderr(*logger_names: str) -> None:
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """A handler that drops a record without a message if the record cannot be written, as on a full disk.
+    """A handler that silently drops a record that cannot be written, for example on a full disk.
 
-    `logging` would print 30 lines about each lost record, which would hide the reason of the run's end.
+    `logging.StreamHandler` would print 30 lines about each dropped record, and so hide why the run ended.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -58,16 +58,16 @@ class _Stream(logging.StreamHandler[TextIO]):
 
 @contextmanager
 def log_to_file(file: TextIO) -> Iterator[None]:
-    """The controller logs to an open file within the block."""
+    """Write the controller's log to an open file during the block."""
     with _handler(_Stream(file), log_level()):
         yield
 
 
 @contextmanager
 def log_to_terminal() -> Iterator[None]:
-    """The controller logs to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL if that is set.
+    """Write the controller's log to stderr during the block, from level MSRL_LOG_LEVEL, else from warning on.
 
-    Tracebacks are left out: the command prints one line about an error, and a run's log file has the traceback.
+    Records with tracebacks are left out: the log file has the tracebacks.
     """
     handler = _Stream(sys.stderr)
     handler.addFilter(lambda record: not record.exc_info)
@@ -101,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:
-    """The first `limit` names, without repetitions, and the number of further names: "a, b and 3 more"."""
+    """At most `limit` names, without repetitions, and the number of names left out: "a, b and 3 more"."""
     names = list(dict.fromkeys(names))
     text = ", ".join(names[:limit])
     if len(names) <= limit:
@@ -110,7 +110,7 @@ def listed(names: Iterable[str], limit: int = 20) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: "1.92 GiB"."""
+    """A number of bytes as text with a unit: "1.92 GiB"."""
     for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << scale:
             return f"{count / (1 << scale):,.2f} {unit}"
@@ -118,9 +118,9 @@ def size(count: float) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """A formatter that indents every line of a record but the first.
+    """A formatter that indents all lines of a record except the first.
 
-    The policy writes completions and the output of verifiers, and no line of such a text may look like a record.
+    Records may quote text that the policy wrote, such as completions. Indented, no quoted line looks like a record.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,15 +1,15 @@
-"""The end of this process when the event loop stands still: `loop_watcher`, `watched_loop` and the watching program.
+"""Ends this process if the event loop hangs: `loop_watcher`, `watched_loop` and the program that watches.
 
-A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So another process,
-the watcher, gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S
-without a byte the watcher has the stacks of all threads written to stderr, and sends SIGKILL. `train --supervise`
-takes this for a failure, and starts the run again.
+An event loop that is blocked by a hanging file system, a lock or a C function cannot handle a signal. So another
+process, the watcher, gets a byte from the loop every second through a pipe. After HUNG_S without a byte the watcher
+makes this process write the stacks of all threads to stderr, and sends SIGKILL. `train --supervise` treats this end
+as a failure, and starts the run again.
 
-The watch lasts until the loop is closed, which waits for the loop's threads. `bounded` is for a block that reads in a
-thread, or before there is a loop.
+The watcher also watches the closing of the loop, which waits for the loop's threads. `bounded` limits the time of a
+block that reads files in a thread, or before a loop exists.
 
 Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count. Time in which the watcher
-does not run does not count either, since the watcher counts waits of a second.
+is stopped does not count either, because the watcher counts waits of one second.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 HUNG_S = 300
-"""Seconds without a byte from the loop after which the process is killed: about the cost of a restart."""
+"""Seconds without a byte from the loop after which the process is killed. A restart costs about as much time."""
 STACKS_SIGNAL = signal.SIGUSR2
 _BEAT_S = 1.0
 _STACKS_S = 5.0
-"""Seconds in which the stacks have to be written. stderr may be a file of the file system that hangs."""
+"""Seconds between the signal to write the stacks and SIGKILL. stderr may be on the hanging file system."""
 
 
 class LoopLag:
-    """The delay with which the event loop came back to a task that waits for a second at a time."""
+    """Measures how late the event loop resumes a task that sleeps for one second at a time."""
 
     def __init__(self) -> None:
         self._longest = 0.0
@@ -52,14 +52,14 @@ class LoopLag:
         return longest
 
     async def beat(self, pipe: int) -> None:
-        """Write a byte to `pipe` every second, until cancelled, or until nobody reads the pipe."""
+        """Write a byte to `pipe` every second, until cancelled or until the watcher has ended."""
         clock = asyncio.get_running_loop().time
         while True:
             begin = clock()
             try:
                 os.write(pipe, b".")
             except BlockingIOError:
-                # The pipe's reader is stopped.
+                # The pipe is full, because the watcher is stopped.
                 pass
             except BrokenPipeError:
                 logger.warning(
@@ -72,7 +72,7 @@ class LoopLag:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """A block that ends the process with exit code 1 and the stacks of all threads if the block exceeds HUNG_S."""
+    """If the block takes longer than HUNG_S, print the stacks of all threads and end the process with exit code 1."""
     faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
     try:
         yield
@@ -82,12 +82,14 @@ def bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loop_watcher() -> Iterator[int]:
-    """A block around an event loop in this main thread. The value is the pipe for `watched_loop`. Raises OSError."""
+    """Run the watcher during the block, which runs an event loop in this main thread. Raises OSError.
+
+    The value is the pipe for `watched_loop`."""
     faulthandler.register(STACKS_SIGNAL, file=2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
-    # The watcher is in another session, so that the signals that a terminal sends to the run do not stop the watcher.
+    # In a new session the watcher gets no signals of the terminal, such as SIGINT.
     with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
         try:
@@ -99,7 +101,7 @@ def loop_watcher() -> Iterator[int]:
 
 @contextlib.asynccontextmanager
 async def watched_loop(pipe: int) -> AsyncIterator[LoopLag]:
-    """A block in which this event loop sends the watcher a sign of life every second."""
+    """Let this event loop send the watcher a byte every second during the block. The value has the lag."""
     lag = LoopLag()
     beats = asyncio.create_task(lag.beat(pipe), name="loop watch")
     try:
@@ -109,7 +111,7 @@ async def watched_loop(pipe: int) -> AsyncIterator[LoopLag]:
 
 
 def main() -> None:
-    """Watch the parent of this process: argv has the pipe's descriptor and the limit in seconds."""
+    """The watcher: watch this process's parent. Arguments: file descriptor of the pipe, time limit in seconds."""
     pipe, limit = map(int, sys.argv[1:])
     watched = os.getppid()
     silent = 0
@@ -117,11 +119,11 @@ def main() -> None:
         if select.select([pipe], [], [], _BEAT_S)[0]:
             silent = 0
             os.read(pipe, select.PIPE_BUF)
-        # State T means that the process is stopped. Under a tracer the state is t, and the time counts.
+        # State T: the process is stopped, and the time does not count. The state t, under a debugger, counts.
         elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():
             silent += 1
     line = f"megatron-scalerl: the event loop stood still for {limit} s; the process is killed; stacks of threads:\n"
-    # The write is in a thread, because a write to stderr may wait for ever.
+    # A thread writes, because a write to stderr may block forever.
     threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()
     time.sleep(_BEAT_S)
     os.kill(watched, STACKS_SIGNAL)

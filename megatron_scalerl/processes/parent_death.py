@@ -1,9 +1,9 @@
 """Start a program that dies with its parent: `python -m megatron_scalerl.processes.parent_death PARENT_PID ARGV ...`
 
-The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec, covers the program's imports and
-survives exec. The signal is SIGKILL, which also ends a program that hangs. The kernel ties the signal to the thread
-that started the process, so that thread must live as long as the child. A forked child does not inherit the
-setting, hence `tie_forked_children`.
+The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec and stays set after exec, so that the
+program is covered from the first import on. The signal is SIGKILL, which also ends a program that hangs. The kernel
+sends the signal when the thread that started the process ends, so this thread must live as long as the child. Forked
+children do not inherit the setting; `tie_forked_children` is for forked children.
 
 This module imports only the standard library.
 """
@@ -19,10 +19,10 @@ _forking_pid = 0
 
 
 def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent exits. If the parent is gone already, the signal
-    comes now.
+    """Have the kernel send this process a signal when its parent exits. If the parent has exited already, the signal
+    comes at once.
 
-    parent_pid: the parent's own os.getpid(). Does nothing on systems other than Linux. Raises OSError.
+    parent_pid: process id of the parent. Does nothing on systems other than Linux. Raises OSError.
     """
     set_process(_PR_SET_PDEATHSIG, sig)
     # The parent may have exited before the signal was set.
@@ -33,16 +33,16 @@ def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
 def hide_memory() -> None:
     """Hide this process's memory and environment in /proc from the user's other processes. Raises OSError.
 
-    The process leaves no core dump either, and a debugger needs the rights of root. A program that this process
-    starts begins visible.
+    The process also leaves no core dump, and only root can attach a debugger. A program that this process executes
+    is visible again.
     """
     set_process(_PR_SET_DUMPABLE, 0)
 
 
 def set_process(option: int, value: int) -> None:
-    """Set an option of this process by prctl, for which Python has no function. Does nothing on other systems.
+    """Set an option of this process by Linux's prctl, which Python lacks. Does nothing on systems other than Linux.
 
-    Raises OSError.
+    Raises OSError if prctl fails.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ def set_process(option: int, value: int) -> None:
 
 
 def tie_forked_children() -> None:
-    """Let every process that is forked from now on, here or in such a child, die with the forking process."""
+    """Let every process that is forked from now on die with the process that forked, also in forked children."""
     os.register_at_fork(before=_remember_parent, after_in_child=lambda: die_with_parent(_forking_pid))
 
 
@@ -62,7 +62,7 @@ def _remember_parent() -> None:
 
 
 def tied_command(argv: list[str]) -> list[str]:
-    """`argv` as a command line whose process dies with this process."""
+    """A command line that runs `argv` in a process that dies with this process."""
     return [sys.executable, "-m", "megatron_scalerl.processes.parent_death", str(os.getpid()), *argv]
 
 

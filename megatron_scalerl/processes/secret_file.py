@@ -1,7 +1,7 @@
 """The run's secret in a file that only the owner can read, for processes on other hosts that share the folder.
 
-On one host the secret is in the environment of the child processes, which no other user can read. Neither an
-argument list nor the environment of a program that starts on another host hides the secret from other users.
+Child processes on the same host get the secret in their environment, which no other user can read. For a program on
+another host neither arguments nor environment would do, because all users can see both in the starting command.
 """
 
 import os
@@ -12,10 +12,10 @@ _LONGEST = 4096
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write the secret to `path`, mode 0600, in a folder that is made, or set, to mode 0700. Raises OSError."""
+    """Write the secret to `path` with mode 0600. The folder is made if missing and gets mode 0700. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    # The file of an earlier start may have another mode or owner.
+    # A file from an earlier start may have another mode or owner, so a new file is made.
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -26,10 +26,11 @@ def write_secret(path: Path, secret: str) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """The secret. Raises ValueError for a file that another user owns or can read, OSError if there is none."""
+    """Read the secret. Raises ValueError if the file is empty or another user owns or can read the file, else
+    OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        # The status is taken from the open file, as the path may name another file by now.
+        # fstat checks the file that was opened. The path may name another file by now.
         status = os.fstat(handle)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:

@@ -2,18 +2,18 @@
 
 Life of a signal, in `run_until_signal`:
 
-    first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
-    later       each later signal kills all child processes, so that the cleanup waits for no child
-    after       a signal after the cleanup is ignored: Python ends with the first signal's code. If Python waits for
-                a thread for THREADS_S, the process ends with exit code 1 and the stacks of the threads
+    first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 after a save of the run (`SaveAndExit`)
+    later       each further SIGINT or SIGTERM kills all child processes, so that the cleanup waits for no child
+    after       signals after the cleanup are ignored, and the process ends with the first signal's exit code. If the
+                end takes longer than THREADS_S, the process prints the threads' stacks and ends with exit code 1
 
-`Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
-has lost.
+`Takeover` detects that Slurm has started a later attempt of the job while this attempt is still running, as on a node
+that Slurm has lost contact with.
 
 `uncharged_seconds` is the time for which a Slurm job has held its devices without a charge in the ledger. The
-variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves.
+variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which setting the clock does not change.
 The job's script sets the variable to the job's start. When `train --supervise` starts a program again, the variable
-becomes the end of the program before, if that program has charged anything.
+is set to the end of the previous program if that program has charged time to the ledger.
 """
 
 import asyncio
@@ -31,17 +31,18 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
-"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with the run."""
+"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command resumes the run."""
 THREADS_S = 60.0
-"""Seconds for the process to end after the cleanup; a thread that reads a hanging file system would delay the end."""
+"""Time limit for the process to end after the cleanup (s). A thread that waits for a hanging file system would
+otherwise keep the process from ending."""
 IN_USE_CODE = 76
-"""Exit code where another controller has the run's folder: the same command may succeed later."""
+"""Exit code if another controller has locked the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
-"""Exit code where Slurm has taken hosts of the trainer out of the job: the run can go on in another allocation."""
+"""Exit code if Slurm has removed hosts of the trainer from the job: the run can go on in another allocation."""
 ATTEMPT_FILE = Path("slurm", "attempt")
 """File in RUN/ to which the job script writes JOB.RESTART when an attempt begins."""
 HELD_SINCE = "MSRL_HELD_SINCE"
-"""Variable with the time from which a job holds devices uncharged (seconds of /proc/uptime)."""
+"""Environment variable with the time from which the job has held devices without a charge (s of /proc/uptime)."""
 
 
 class Stopped(Exception):
@@ -58,9 +59,9 @@ class Stopped(Exception):
 
 
 class SaveAndExit:
-    """The request of SAVE_SIGNAL to save the run's state and to exit; belongs to one event loop.
+    """Handles SAVE_SIGNAL, the request to save the run's state and to exit. Belongs to one event loop.
 
-    While no `run` is in progress there is nothing to save, and the run is cancelled at once.
+    While `run` is not in progress there is nothing to save, and a request cancels the coroutine at once.
     """
 
     def __init__(self) -> None:
@@ -69,11 +70,11 @@ class SaveAndExit:
         """Set while no block of `uninterrupted` is in progress."""
         self._idle.set()
         self._depth = 0
-        """Blocks of `uninterrupted` in progress, nested blocks included."""
+        """Number of blocks of `uninterrupted` in progress, nested blocks included."""
         self._deferred = False
-        """Whether `run` is in progress, and cancels the run after the save."""
+        """True while `run` is in progress: `run` then cancels the coroutine, after the save, instead of `request`."""
         self.cancel: Callable[[], object] = lambda: None
-        """Cancels the whole run; set by `run_until_signal`."""
+        """Cancels the coroutine of `run_until_signal`, which sets this function."""
 
     @property
     def requested(self) -> bool:
@@ -81,7 +82,7 @@ class SaveAndExit:
         return self._requested.is_set()
 
     def request(self) -> None:
-        """Ask the run to save and to exit; further calls change nothing."""
+        """Ask the run to save and to exit. Further calls have no effect."""
         if self.requested:
             return
         self._requested.set()
@@ -90,9 +91,9 @@ class SaveAndExit:
 
     @contextlib.asynccontextmanager
     async def uninterrupted(self) -> AsyncIterator[None]:
-        """A block of the work of `run` that a request does not interrupt; blocks may be nested.
+        """Keep a request from interrupting the block, which is a part of the work of `run`. Blocks may be nested.
 
-        After a request no further block is entered: the caller waits until `run` cancels the caller.
+        After a request no new block is entered: code that would enter a block waits until `run` cancels the work.
         """
         if self.requested and not self._depth:
             await asyncio.Future()
@@ -106,9 +107,10 @@ class SaveAndExit:
                 self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
-        """Run `work` and return the result, even if a request to save comes before the end of the work.
+        """Run `work` and return the result; `save` is awaited if a request interrupts the work.
 
-        A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
+        A request cancels `work` once no block of `uninterrupted` is in progress, awaits `save`, and cancels the
+        coroutine of `run_until_signal`.
         """
         self._deferred = True
         task = asyncio.ensure_future(work)
@@ -119,7 +121,7 @@ class SaveAndExit:
                 await self._idle.wait()
                 task.cancel()
                 await asyncio.wait({task})
-                if task.cancelled():  # otherwise the work is done, and has saved or failed
+                if task.cancelled():  # else the work has ended by itself and needs no save
                     await save()
             return task.result()
         finally:
@@ -130,7 +132,7 @@ class SaveAndExit:
 
 
 def exit_code_of(number: int) -> int:
-    """Exit code of a run that this signal ended."""
+    """Exit code of a run that ended by the signal `number`."""
     if number == SAVE_SIGNAL:
         return SAVED_CODE
     return 128 + number
@@ -143,9 +145,9 @@ def run_until_signal(
 ) -> T:
     """Run `coroutine` on a new event loop of the main thread and return the result.
 
-    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once the coroutine has returned. The module
-    describes later signals. saving: gets the requests of SAVE_SIGNAL, whose action does not change if this is None.
-    consequence: gives the consequence for `Stopped`.
+    The first SIGINT or SIGTERM cancels the coroutine, and Stopped is raised once the coroutine has ended. For later
+    signals see the module. saving: handles SAVE_SIGNAL; None to leave the action of SAVE_SIGNAL unchanged.
+    consequence: returns the argument `consequence` of Stopped.
     """
     received: list[int] = []
     numbers = list(SIGNALS)
@@ -186,10 +188,10 @@ def run_until_signal(
 
     try:
         result = asyncio.run(guarded())
-        faulthandler.cancel_dump_traceback_later()  # a signal came too late for a stop: the caller has work to do
+        faulthandler.cancel_dump_traceback_later()  # the coroutine has returned despite a signal
         return result
     except asyncio.CancelledError:
-        # Without a signal, somebody else has cancelled the coroutine.
+        # The coroutine was cancelled, but not by a signal.
         if (number := stopped_by()) is None:
             raise
         raise Stopped(number, consequence()) from None
@@ -200,8 +202,8 @@ def run_until_signal(
 
 
 def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
-    """Remove signal handlers from a loop. After a first signal, ignore later signals and limit the time left."""
-    # asyncio restores the default action, which would end the process, before another action can be set.
+    """Remove the signal handlers of a loop. stopped: True to ignore further signals and to end within THREADS_S."""
+    # Signals are blocked, since remove_signal_handler restores the default action, which would end the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
         loop.remove_signal_handler(number)
@@ -213,7 +215,7 @@ def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, sto
 
 
 class Takeover:
-    """Detects a Slurm attempt that began after this object was made. Without Slurm, no attempt is detected."""
+    """Detects that the Slurm job has begun another attempt since this object was made. Without Slurm, never."""
 
     def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE
@@ -221,7 +223,7 @@ class Takeover:
 
     @property
     def happened(self) -> bool:
-        """True once the file names another attempt; False while the file cannot be read."""
+        """True if ATTEMPT_FILE names another attempt than at first; False if the file cannot be read."""
         return self._read() not in (None, self._attempt)
 
     def _read(self) -> str | None:
@@ -232,7 +234,7 @@ class Takeover:
 
 
 def uncharged_seconds() -> float:
-    """Seconds for which this job has held devices uncharged; 0 outside of a job."""
+    """Seconds for which this Slurm job has held devices without a charge in the ledger; 0 outside of a job."""
     try:
         since = float(os.environ.get(HELD_SINCE, "inf"))
     except ValueError:
@@ -241,7 +243,7 @@ def uncharged_seconds() -> float:
 
 
 def uncharged_from_now() -> dict[str, str]:
-    """HELD_SINCE, set to now, for a program that starts after a charge for this job; empty outside of a job."""
+    """Environment for a program that starts after a charge: HELD_SINCE, set to now; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}
     return {HELD_SINCE: f"{_uptime():.2f}"}
@@ -249,5 +251,5 @@ def uncharged_from_now() -> dict[str, str]:
 
 def _uptime() -> float:
     """Seconds since the host has started."""
-    # The job's script reads the same file, which in a container may differ from every clock of the host.
+    # /proc/uptime is read, as in the job's script: in a container this file may differ from the host's clocks.
     return float(Path("/proc/uptime").read_text("ascii").split()[0])

@@ -1,6 +1,6 @@
 """The worker's side of a `worker_pool`, which describes the protocol.
 
-This module imports neither asyncio nor anything that takes long to import.
+So that workers start quickly, this module imports asyncio only for concurrent workers, and no slow modules.
 """
 
 import inspect
@@ -20,17 +20,18 @@ import msgspec
 from megatron_scalerl.record import record
 
 SOCKET_VARIABLE = "MSRL_WORKER_FD"
-"""Environment variable with the number of the inherited socket."""
+"""Environment variable with the file descriptor of the worker's end of the socket pair."""
 FRAME = struct.Struct("!QBQQ")
-"""Start of a frame: number of the request, kind of frame, sizes of head and body (bytes). Request 0 gets no reply."""
+"""Start of a frame: number of the request, kind of frame, size of the head, size of the body (bytes). A request with
+number 0 gets no reply."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
-"""Kinds of frames."""
+"""Kinds of frames: a request; the report that a request is read; a reply; the last reply of a worker."""
 THREADS = 4096
-"""Largest number of threads for the calls of a worker of several requests."""
+"""Largest number of threads for blocking calls in a worker that works on several requests at once."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 _sending = threading.Lock()
-"""Lock around the writing of a frame. A worker of several requests writes from two threads."""
+"""Lock for writing a frame: with several requests at once, the reading thread also writes frames (READ)."""
 
 
 @record
@@ -38,18 +39,18 @@ class Answer:
     """A worker's answer to a request."""
 
     head: object
-    """The head, which is sent as JSON."""
+    """Head of the reply; sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """Whether another worker replaces this worker, which first answers all requests that the pool has sent."""
+    """True if the pool has to replace this worker. The worker answers requests already sent."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
-    """Answer requests until the pool closes the socket or an answer is the last.
+    """Answer requests until the pool closes the socket, or until an answer with `last`.
 
-    load: makes from the setup the function that answers (head, body) with an Answer, or returns one line with the
-    reason of a refusal. A coroutine function answers several requests at once, and goes on after a last answer until
-    the pool closes the socket.
+    load: gets the setup. Returns a function that answers (head, body) with an Answer, or a line with the reason why
+    the setup is refused. If `load` returns a coroutine function, the worker answers several requests at once, also
+    after an answer with `last`, until the pool closes the socket.
     """
     with pool_socket() as connection:
         number, setup = receive_setup(connection)
@@ -76,7 +77,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    # asyncio's default executor has too few threads.
+    # asyncio's default executor has at most 32 threads.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
@@ -84,7 +85,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
             result = await answer(head, body)
             if number:
                 send(connection, number, result)
-        # SystemExit is also caught. If raised, it would leave this task, cancel other tasks and wait for threads.
+        # SystemExit is caught, too: outside of this task it would cancel the remaining tasks and wait for threads.
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -104,30 +105,30 @@ def ignore_signals() -> None:
 
 @contextmanager
 def pool_socket() -> Iterator[socket.socket]:
-    """The socket to the pool."""
+    """The socket to the pool, during the block. Children of this process do not inherit the socket."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
-    # A surviving child must not keep the socket open.
+    # A forked child that outlives the worker would keep the socket open.
     os.register_at_fork(after_in_child=connection.close)
     try:
         yield connection
     finally:
-        # Only the end of this process closes the socket, so that the process has an exit code when the pool notices.
+        # The socket stays open until this process has ended: then the pool finds an exit code.
         connection.detach()
 
 
 def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
-    """Read the first request: (number, head). From now on this process also imports from the pool's folders."""
+    """Read the setup and return (number, head). Adds the folders from which the pool imports modules to sys.path."""
     number, setup, paths = receive(connection)
     sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
     return number, setup
 
 
 def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
-    """(number, head, body) of the next request, after a READ frame to the pool."""
+    """Read the next request, report READ to the pool, and return (number, head, body)."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
-    # The pool is told before the work begins: a death from here on counts against the request.
+    # The report comes before the work. If the worker dies afterwards, the pool counts the death for this request.
     if number:
         with _sending:
             connection.sendall(FRAME.pack(number, READ, 0, 0))
@@ -135,7 +136,7 @@ def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
 
 
 def send(connection: socket.socket, number: int, answer: Answer) -> None:
-    """Send the reply to a request."""
+    """Send the reply to the request with this number."""
     head = msgspec.json.encode(answer.head)
     kind = REPLY
     if answer.last:
@@ -153,7 +154,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:
-            # `os._exit` works from any thread.
+            # This code may run in a thread, from which sys.exit would not end the process.
             os._exit(0)
         done += received
     return bytes(buffer)

@@ -1,40 +1,40 @@
-"""Worker processes that can be killed, behind asyncio: a request gets a reply, or the reason why there is none.
+"""A pool of worker processes for asyncio. If a worker dies or is killed, the request gets the reason, not a reply.
 
     ask() --> queue --> one task per worker, or several --socket--> process
 
 Life of a worker:
 
-    start      in a process group that ends with this process; the first request is the setup, and the reply is "" or
-               the reason of a refusal
-    work       one request at a time: the worker says that the request is read, then sends the reply. A worker that
-               greets as CONCURRENT works on several requests, all workers together on `Program.concurrency`, and
-               answers all requests at work before the end
-    end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
-               all children
-    replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
-               worker takes no other request and goes on trying. An extra worker takes the next suspect request;
-               where no extra worker runs, all waiting suspects are lost
+    start      in a process group that ends with this process; the first request is the setup; the reply is "" if the
+               worker accepts the setup, else the reason of the refusal
+    work       one request at a time: the worker reports that the request is read, then replies. A worker whose
+               reply to the setup is CONCURRENT works on several requests at once, all workers of the pool together on
+               `Program.concurrency`, and answers all requests before a regular end
+    end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends an invalid frame is killed
+               with all children
+    replace    a round has up to START_TRIES tries to start a new process; after a failed round the request fails, and
+               the worker takes no request until a later round succeeds. An extra worker that cannot start takes the
+               next suspect; if no extra worker runs, all waiting suspects fail
 
 Life of a request:
 
-    queue      the request waits for a worker; if the caller is cancelled meanwhile, no worker begins the request
-    work       a worker reads the request and works to the end, also for a cancelled caller
-    repeat     if the worker dies, by up to MAX_LOSSES workers in all; workers that died before they had read any
-               request are counted separately (MAX_EARLY_LOSSES)
-    suspect    any of several requests in a dead worker may be the cause of the death. Extra workers, started for the
-               first suspect and as many as the pool has, repeat all suspects, one at a time; other requests go on
+    queue      the request waits for a worker; if the caller is cancelled meanwhile, no worker takes the request
+    work       a worker reads the request and completes the work, even if the caller is cancelled
+    repeat     if the worker dies, a new process repeats the request. The request fails after MAX_LOSSES workers that
+               had read the request, or MAX_EARLY_LOSSES workers that had read no request
+    suspect    if a worker with several requests dies, each of the requests may be the cause. Extra workers, as many
+               as the pool has workers, repeat the suspects one at a time; workers go on with all further requests
 
-End of the pool: after START_ROUNDS failed rounds for every worker, with no worker alive, `ask` raises RuntimeError.
+End of the pool: after START_ROUNDS failed rounds per worker without any worker alive, `ask` raises RuntimeError.
 
 Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WORKER_FD. Both sides send frames
 (`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
-The body of the setup says where the pool imports modules from. A worker ends when the socket is closed.
+The body of the setup has the folders from which the pool imports modules (sys.path). A worker exits when the pool
+closes the socket.
 
-Each caller of `ask` puts a single request into the queue and waits for the reply, which bounds the queue; the
-workers' tasks empty the queue.
+The queue needs no bound: each caller of `ask` puts a single request into the queue and waits for the reply.
 
-concurrent.futures is no substitute: if a process is killed while writing a result, the thread that reads results
-waits forever, and with it the exit of the caller.
+concurrent.futures cannot replace this module: if a process is killed while writing a result, the thread that reads
+results waits forever, and the caller's process cannot exit.
 """
 
 from __future__ import annotations
@@ -73,41 +73,41 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Head = TypeVar("Head")
 MAX_LOSSES = 2
-"""Number of workers that may die with one request that they have read; then the request fails."""
+"""Number of workers that read a request and died, after which the request fails."""
 MAX_EARLY_LOSSES = 3
-"""Number of workers that may die before one request is read; then the request fails."""
+"""Number of workers that died before reading a request, after which the request fails."""
 START_TRIES = 4
-"""Number of tries to start a dead worker's process again in one round."""
+"""Number of tries in one round to start a new process for a dead worker."""
 START_PAUSE_S = 0.5
-"""Pause after the first try of a round, which doubles after each further try (seconds)."""
+"""Seconds of pause after the first try of a round. The pause doubles after each further try."""
 ROUND_PAUSE_S = 20.0
-"""Pause between two rounds (seconds)."""
+"""Seconds of pause between two rounds of tries."""
 START_ROUNDS = 3
-"""Number of failed rounds per worker, with no worker alive, after which the pool ends. The rounds take about a
+"""Number of failed rounds per worker, without any worker alive, after which the pool ends. This takes about a
 minute."""
 END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to exit. A slower process is left behind."""
+"""Seconds that the pool waits for a killed process to exit."""
 GRACE_S = 5.0
-"""Seconds added to a request's time limit if workers take several requests at once: such a worker enforces the limit
-itself, and needs time to say so."""
+"""Seconds added to a request's time limit in the pool if workers take several requests at once. Such workers enforce
+the time limit, and need time to send the reply."""
 
 
 @dataclass(eq=False, repr=False)
 class WorkerDied(Exception):
-    """A worker died before the reply to a request. The message is `cause`."""
+    """A worker died before replying to a request. The message is `cause`."""
 
     cause: str
-    """The event that came in place of a reply, as a noun phrase, such as "its exit with code 1"."""
+    """The event instead of a reply, as a noun phrase: "its exit with code 1"."""
     read: bool = False
-    """Whether the worker had read the request."""
+    """Whether the worker had read this request."""
     unanswered_requests: bool = False
-    """Whether the worker had read any request that has no reply so far."""
+    """Whether the worker had read requests that had no reply when the worker died."""
     late: bool = False
-    """Whether the worker exceeded the time limit."""
+    """Whether the worker exceeded the request's time limit."""
     code: int | None = None
     """The worker's exit code, negative for a signal; None if the pool killed the worker."""
     busy: float = 0.0
-    """Share of the time limit in which a late worker used a processor."""
+    """Processor time of a late worker during the request, divided by the request's duration."""
 
 
 @record
@@ -115,25 +115,25 @@ class Program:
     """The program that every worker of a pool runs."""
 
     name: str
-    """Workers are called NAME-N."""
+    """Name of the pool. Worker number N is called NAME-N."""
     module: str
     """Name of the module that a worker's process runs. The module calls `worker.serve`."""
     setup: bytes
     """Head of the first request, the setup."""
     environment: Mapping[str, str]
-    """All environment variables, without the variable for the socket's number."""
+    """All environment variables of a worker except MSRL_WORKER_FD."""
     subject: str
-    """First words of the error message if a worker does not start, such as a recipe's key."""
+    """Beginning of the error message if a worker does not start, for example a recipe's key."""
     timeout_s: float
     """Time limit of a request (seconds)."""
     start_timeout_s: float
-    """Time limit of the start with the setup (seconds)."""
+    """Time limit from the start of a process to the reply to the setup (seconds)."""
     concurrency: int = 1
-    """Number of requests at work in all workers together, if a worker works on several requests."""
+    """Largest number of requests that all workers together work on, if workers work on several requests at once."""
     most_reply: int = 2**32
-    """The largest size of a reply (bytes). A frame that announces more is taken for damage."""
+    """Largest size of a reply (bytes). A worker whose frame announces a larger size is killed."""
     logs: Path | None = None
-    """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
+    """Folder for the workers' logs, NAME-N.log; None to write the workers' output to the stderr of this process."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -144,11 +144,11 @@ class _Request(Generic[Head]):
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
     begun: Callable[[], None]
-    """Function that is called for each worker that takes the request."""
+    """Called each time when a worker takes the request."""
     losses: int = 0
-    """Number of workers that ended after the request was read."""
+    """Number of workers that died after reading the request."""
     early_losses: int = 0
-    """Number of workers that ended before the request was read."""
+    """Number of workers that died before reading any request."""
 
     def fail(self, problem: Exception) -> None:
         """Raise `problem` for the caller, unless the caller was cancelled or has a reply."""
@@ -167,36 +167,38 @@ class WorkerPool(Generic[Head]):
         *,
         settles: Callable[[WorkerDied], bool],
     ):
-        """reply_type: type of the replies' heads. settles: whether a death ends the request without a repeat."""
+        """reply_type: type of the replies' heads. settles: returns True if a request fails by this death of a worker,
+        False if another worker has to repeat the request."""
         self._program = program
         self._output = _Output()
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
         self._workers = workers[:count]
         self._extra = workers[count:]
-        """Extra workers, which repeat the suspects: requests that were at work in a worker that died."""
+        """Extra workers, which repeat the suspects: requests that a worker had read when the worker died."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._suspects = self._queue
-        """Requests to be repeated one at a time, since any may have killed a worker."""
+        """Requests that workers take one at a time, because each may have killed a worker. May be `_queue` itself."""
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._limit_s = program.timeout_s
         self._failed_rounds = 0
         self._failed_tries = 0
-        """Numbers of failed rounds and of failed tries since a process was last started."""
+        """Number of failed tries since a process was last started."""
         self._end: Exception | None = RuntimeError(f"the {program.name} pool was not started")
-        """The reason why `ask` gets no answer, None while the pool works."""
+        """The exception that `ask` raises; None while the pool works."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """Process ids of the running workers, without extra workers."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def start(self) -> None:
-        """Start all processes; after an error no process is left.
+        """Start all workers. If one fails, kills all processes and raises the error.
 
-        Raises ValueError if the program refuses the setup, ProcessDied if the program does not answer, OSError.
+        Raises ValueError if the program refuses the setup, ProcessDied if the program does not reply to the setup in
+        time, and OSError if a process cannot be started.
         """
         assert not self._tasks, "started twice"
         if self._program.logs is None:
@@ -219,7 +221,7 @@ class WorkerPool(Generic[Head]):
             task.add_done_callback(self._on_task_end)
 
     async def close(self) -> None:
-        """Kill all processes and fail all outstanding requests; may be called twice."""
+        """Kill all processes. `ask` raises RuntimeError for all outstanding requests. May be called twice."""
         self.end(RuntimeError(f"the {self._program.name} pool is closed"))
         await cancelled(*self._tasks)
         await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._extra)))
@@ -234,11 +236,11 @@ class WorkerPool(Generic[Head]):
     async def ask(
         self, head: bytes, body: bytes = b"", *, alone: bool = False, begun: Callable[[], None] = lambda: None
     ) -> tuple[Head, bytes]:
-        """(head, body) of the reply to a request.
+        """Send a request to a worker and return (head, body) of the reply.
 
-        alone: whether the worker works on no other request meanwhile. begun: callback for a worker that takes the
-        request. Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had
-        read the request. Raises the reason of the end if the pool has ended.
+        alone: True for a worker without any other request meanwhile. begun: called each time when a worker takes the
+        request. Raises WorkerDied, for the last worker that died, if the request fails; `read` is False if the worker
+        had not read the request. If the pool has ended, raises the exception with which the pool ended.
         """
         if self._end is not None:
             raise self._end
@@ -251,7 +253,7 @@ class WorkerPool(Generic[Head]):
             return await reply
         finally:
             self._outstanding.discard(request)
-            # The request of a cancelled caller stays in the queue until its turn, and the body may be large.
+            # The request stays in the queue if the caller is cancelled, so the body, often large, is dropped.
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
@@ -259,7 +261,7 @@ class WorkerPool(Generic[Head]):
         queue = self._queue if concurrent else self._suspects
         while True:
             request = await queue.get()
-            # A replacement waits for the last replies of the ending worker, so another worker takes the request.
+            # A worker that is not alive is replaced only after the last replies, so another worker takes the request.
             if concurrent and not worker.alive:
                 queue.put_nowait(request)
             else:
@@ -268,9 +270,10 @@ class WorkerPool(Generic[Head]):
                 pass
 
     async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """Try a request until there is a reply or a failure, or put the request into the queue of suspects."""
+        """Let the worker try a request until a reply or a failure. If the worker works on several requests and dies
+        with the request, put the request into the queue of suspects."""
         concurrent = queue is not self._suspects
-        # If the caller is cancelled, the future of the reply is also done.
+        # The future is also done if the caller is cancelled.
         while not request.reply.done():
             if not await self._ready(worker):
                 self._refuse(request, queue)
@@ -281,7 +284,7 @@ class WorkerPool(Generic[Head]):
                 break
 
     def _refuse(self, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """Fail a request whose worker does not start, and all suspects if no extra worker runs."""
+        """Fail a request whose worker cannot be started. For a suspect, fail all suspects if no extra worker runs."""
         waiting = [request]
         if queue is not self._queue and not any(worker.alive for worker in self._extra):
             waiting += [queue.get_nowait() for _ in range(queue.qsize())]
@@ -289,7 +292,7 @@ class WorkerPool(Generic[Head]):
             failed_request.fail(WorkerDied(f"the failed start of a {self._program.name} process"))
 
     async def _try(self, worker: Worker, request: _Request[Head], concurrent: bool) -> None:
-        """Resolve the request by a reply or after too many deaths; else the caller of `_try` repeats the request."""
+        """Send a request to the worker once. Count a death, and fail the request after too many deaths."""
         request.begun()
         try:
             reply = await worker.ask(request.head, request.body, self._limit_s, self._decode)
@@ -306,9 +309,10 @@ class WorkerPool(Generic[Head]):
                 request.reply.set_result(reply)
 
     async def _ready(self, worker: Worker) -> bool:
-        """Start a worker that does not run, in one round; False, after a pause, if all tries failed.
+        """Make sure that a worker runs. If START_TRIES tries to start a process fail, wait ROUND_PAUSE_S and return
+        False.
 
-        Raises RuntimeError after too many failed rounds with no worker of the pool alive.
+        Raises RuntimeError after START_ROUNDS failed rounds per worker without any worker of the pool alive.
         """
         async with worker.gate:
             if worker.alive:
@@ -320,7 +324,7 @@ class WorkerPool(Generic[Head]):
                 try:
                     await worker.start()
                 except (ValueError, OSError, ProcessDied) as error:
-                    # The program has started before, so a refused setup is as transient as a lack of memory.
+                    # The program has accepted the setup before, so a refusal now is treated as a passing fault.
                     problem = error
                     self._failed_tries += 1
                     continue
@@ -350,7 +354,7 @@ class WorkerPool(Generic[Head]):
 class Worker(asyncio.Protocol):
     """A worker's process and socket; `start` replaces a process that has ended.
 
-    The end of the socket, and anything but a frame, ends all outstanding requests.
+    If the socket is closed or delivers an invalid frame, all outstanding requests of the worker fail.
     """
 
     def __init__(self, name: str, program: Program, output: _Output | None = None):
@@ -365,31 +369,31 @@ class Worker(asyncio.Protocol):
         self._number = 0
         """Number of the last request."""
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        """(kind, head, body) of the replies to outstanding requests, by the request's number."""
+        """Number of an outstanding request -> future with (kind, head, body) of the reply."""
         self._read: set[int] = set()
-        """Numbers of requests that the process has read and not replied to; a new process gets a new set."""
+        """Numbers of the requests that this process has read but not replied to. `start` makes a new set."""
         self._received = bytearray()
         self._ending = False
-        """Whether a reply was the last reply of the process."""
+        """Whether the process has sent a LAST_REPLY, and so will end."""
         self.gate = asyncio.Lock()
-        """Lock that each request passes. A replacement of the process holds the lock."""
+        """Lock for starting the process. Every request waits for the lock, and so for a start in progress."""
         self.greeting = b""
-        """Body of the reply to the setup."""
+        """Body of the worker's reply to the setup: CONCURRENT, or empty for one request at a time."""
 
     @property
     def pid(self) -> int | None:
-        """Process id, None if there is no process."""
+        """Process id; None without a process."""
         if self._child is None:
             return None
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """False before `start`, after `kill` and a last reply, and once the exit of the process was noticed."""
+        """True while the process runs and takes requests: from `start` until `kill`, a LAST_REPLY or the exit."""
         return self._child is not None and self._child.running and not self._ending
 
     async def start(self) -> None:
-        """Start the process and wait for readiness. Raises as `WorkerPool.start`."""
+        """Start the process and wait for the reply to the setup. Raises the errors of `WorkerPool.start`."""
         try:
             refusal = await self._start()
         except WorkerDied as death:
@@ -402,7 +406,7 @@ class Worker(asyncio.Protocol):
             raise ValueError(refusal)
 
     async def _start(self) -> str:
-        """Start the process, after all replies of an ending predecessor. Returns the reply to the setup."""
+        """Wait for the last replies of an ending process, then start a process. Returns the reply to the setup."""
         if self._ending and self._replies:
             await asyncio.wait(self._replies.values())
         await self.kill()
@@ -411,7 +415,7 @@ class Worker(asyncio.Protocol):
         self._read = set()
         self._ending = False
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=pool_socket)
-        # This process closes its copy of the socket, so that the end of the worker closes the socket.
+        # `with` closes this process's copy of the worker's end. Then only the worker keeps the connection open.
         with worker_socket:
             descriptor = worker_socket.fileno()
             self._child = await ChildProcess.start(
@@ -428,9 +432,10 @@ class Worker(asyncio.Protocol):
         return reply
 
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
-        """(decoded head, body) of the reply. Raises WorkerDied, after which the process is dead.
+        """Send a request and return (decoded head, body) of the reply.
 
-        After a cancellation the worker has to be killed: a late reply would be damage.
+        Raises WorkerDied without a valid reply in time; the process is dead then. If this call is cancelled, the
+        caller must kill the worker, because a reply to a forgotten request counts as an invalid frame.
         """
         transport = self._transport
         unanswered = self._read
@@ -441,7 +446,7 @@ class Worker(asyncio.Protocol):
         try:
             async with time_limit(timeout_s):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
-            # The request counts as unanswered until the head of the reply is decoded.
+            # If the head cannot be decoded, the request counts as read and without a reply.
             unanswered.add(number)
             decoded = decode(reply_head)
             unanswered.discard(number)
@@ -449,14 +454,14 @@ class Worker(asyncio.Protocol):
             died = functools.partial(WorkerDied, read=number in unanswered, unanswered_requests=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             code = None
-            # If the transport differs, another request has already ended the process.
+            # If `_transport` has changed, the failure of another request has ended this process already.
             if self._transport is transport:
                 code = await self.kill()
             if isinstance(problem, TimeoutError):
                 raise died(f"no answer within {timeout_s:g} s", late=True, busy=busy) from None
             if isinstance(problem, ValueError | RecursionError):
                 raise died("bytes in its socket that are not a valid reply") from None
-            # A process that closed the socket has exited with a fixed code, or can no longer be trusted.
+            # The socket was closed. `code` is the exit code, also if the process was killed just now.
             raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
@@ -469,10 +474,10 @@ class Worker(asyncio.Protocol):
         waiting = [str(self.pid)]
         while waiting:
             folder = Path(f"/proc/{waiting.pop()}")
-            # The process may have ended.
+            # The process may have ended meanwhile.
             with contextlib.suppress(OSError):
-                # The fields follow the name, which may contain spaces. The four fields are utime, stime, and both
-                # times of the children that have ended.
+                # Fields are counted after the name, which may contain spaces. Fields 11 to 14 are utime, stime, and
+                # the two times of waited-for children.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 ticks += sum(map(int, fields[11:15]))
                 for children in folder.glob("task/*/children"):
@@ -480,8 +485,8 @@ class Worker(asyncio.Protocol):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
-        """End the process and all children at once. Returns the exit code, None if there is none. May be called
-        twice."""
+        """Send SIGKILL to the process group. Returns the exit code, or None without a process or an exit within
+        END_TIMEOUT_S. May be called twice."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -497,15 +502,15 @@ class Worker(asyncio.Protocol):
             return None
 
     async def _exchange(self, number: int, head: bytes, body: bytes) -> tuple[bool, bytes, bytes]:
-        """(whether the reply is the last, head, body) of the reply to a request."""
+        """Send a request; returns (True if the reply is a LAST_REPLY, head, body). May raise EOFError."""
         if self._transport is None or self._transport.is_closing():
             raise EOFError
         kind, head, body = await self.send(number, head, body)
         return kind == LAST_REPLY, head, body
 
     def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
-        """Send a request. The future gets (kind, head, body) of the reply, which never comes for number 0."""
-        # The process is alive, because `_Process.call` and `leave` of environments look first.
+        """Send a request. Returns a future for (kind, head, body) of the reply; number 0 gets no reply."""
+        # All callers check before that the process is alive, also in `environments.pool`.
         assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)
@@ -542,7 +547,7 @@ class Worker(asyncio.Protocol):
 
 
 def end_of(code: int | None) -> str:
-    """The end of a process with this exit code, as a noun phrase."""
+    """A noun phrase for the end of a process with this exit code. None: a process that only closed the socket."""
     if code is None:
         return "a closed socket"
     if code < 0:
@@ -553,15 +558,15 @@ def end_of(code: int | None) -> str:
 class _Output:
     """A pipe from the workers of a pool to the stderr of this process.
 
-    Workers do not inherit stderr, because a worker's limit on file sizes would apply to a log file too. A pipe of
-    asyncio's subprocess would wait for the worker's surviving children, which hold the pipe's other end.
+    Workers do not inherit stderr: if stderr is a log file, a worker's limit on file sizes would apply to the log. The
+    subprocess pipes of asyncio are not used: such a pipe waits until a worker's surviving children close the pipe.
     """
 
     writer: int | None = None
-    """Descriptor that workers write to, None if the pipe is not open."""
+    """File descriptor to which workers write; None while the pipe is not open."""
 
     def open(self) -> None:
-        """Open the pipe, and forward the workers' output from now on."""
+        """Open the pipe, and let the event loop forward the workers' output from now on."""
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._forward)
@@ -577,7 +582,7 @@ class _Output:
         os.close(self._reader)
 
     def _forward(self) -> None:
-        """Forward the contents of the pipe, which holds at most 64 KiB."""
+        """Write the contents of the pipe, at most 64 KiB, to stderr."""
         with contextlib.suppress(BlockingIOError):
             output = os.read(self._reader, 1 << 16)
             sys.stderr.write(printable(output.decode(errors="replace")))
