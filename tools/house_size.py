@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CEILINGS = {"megatron_scalerl": 356_000, "tools": 41_000, "tests": 453_500, "examples": 6_000, "whole tree": 855_500}
+CEILINGS = {"megatron_scalerl": 356_000, "tools": 41_000, "tests": 452_000, "examples": 6_000, "whole tree": 854_000}
 """Tokens. A change that does not fit deletes something. Teachers and ten families have raised the package's from
 351,500, by their price."""
 HABITS = ("tuple assignments", "conditional expressions", "walrus", "identifiers without a noun")

@@ -180,7 +180,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
     three = two.with_settings(trainer={"world_size": 3})
     with pytest.raises(ValueError, match=r"world_size: 3 is not a multiple of 2, the tensor "):
         init_parallel(three)
-    with pytest.raises(ValueError, match=r"trainer\.world_size: .* 1 processes, and 3"):
+    with pytest.raises(ValueError, match=r"trainer\.world_size: .* 1 ranks, .* is 3"):
         init_parallel(recipe())
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match=r"environment: MASTER_PORT is not set; .*RANK"):
