@@ -36,7 +36,8 @@ class Charge:
     """The devices that one role held in one window of time."""
 
     batch: int
-    """Number of batches of the run up to the end of the window, which belongs to batch number `batch` - 1."""
+    """Number of batches that the run has begun when the window ends. The window is charged to the last of the
+    batches, which has number `batch` - 1 (from 0)."""
     step: int
     """Number of optimizer steps of the run when the window ended."""
     phase: Phase
@@ -115,7 +116,7 @@ class Ledger:
         self._file.append({"heartbeat": round(seconds, 6), "devices": devices, "batch": batch, "step": step})
 
     def sync(self) -> None:
-        """Return when every row is on disk."""
+        """Write every row to disk (fsync) before returning."""
         self._file.sync()
 
     def hours(self, *roles: Role) -> float:
@@ -134,7 +135,7 @@ class Ledger:
         return math.fsum(self._axis[: batches + 1])
 
     def is_charged(self, batches: int) -> bool:
-        """True if the training of batch number `batches` - 1 is charged; training this batch again is then `lost`."""
+        """True if the training of batch number `batches` - 1 is charged; a repetition is then charged as `lost`."""
         return batches <= self._trained
 
     def close(self) -> None:

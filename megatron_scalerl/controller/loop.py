@@ -97,7 +97,8 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: `history` is freed after the replay. sinks: receivers of the metrics of every record."""
+        """resumed: the checkpoint and the journal to resume from; the journal is freed after the replay. sinks:
+        receivers of the metrics of every record, such as the Prometheus collector."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
@@ -248,7 +249,7 @@ class Controller:
 
     def _note(self, record: dict[str, Any], report: StepReport | None, stats: Mapping[str, float]) -> None:
         """Write a batch to the metrics and the console. report: the trainer's report of the optimizer step on the
-        batch; None without a step. stats: counts of the filters."""
+        batch; None without a step. stats: counts of kept and dropped groups and completions (`BatchPlan.stats`)."""
         step = self._state.step
         if report is None:
             self._empty.append(empty_reason(stats))
@@ -285,7 +286,7 @@ class Controller:
         return {"pinned_seconds": pinned} | update.metrics() | probed
 
     def _charge(self) -> dict[str, float]:
-        """Charge the batch just trained or skipped (`meter`); returns times and hours for the batch's record."""
+        """Charge the batch just trained or skipped to the ledger; returns times and hours for metrics.jsonl."""
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,

@@ -70,7 +70,7 @@ class HeldEngine:
         self._engines = engines
         self._meter = meter
         self._users: dict[int, list[EngineClient]] = {}
-        """Version -> the held engine, once for each measurement that uses the engine."""
+        """Version -> the engine held at the version, repeated in the list for each measurement on the engine."""
 
     def hold(self, version: int, purpose: Purpose, *, least_serving: int = 2) -> EngineClient | None:
         """Hold an engine at `version`, which all serving engines have now. The caller must call `release` afterwards.
@@ -118,7 +118,7 @@ class Measurement:
         meter: Meter,
         rounds: Rounds | None = None,
     ):
-        """rounds: sends requests in rounds; None without rollouts.deterministic."""
+        """rounds: makes the engines run requests in rounds (`engine.rounds`); None without rollouts.deterministic."""
         self._prompts = prompts
         self._engines = engines
         self._holder = holder
@@ -196,7 +196,7 @@ class Measurement:
                 self._holder.release(engine)
 
     def collect(self) -> None:
-        """Forget a measurement that has ended. Raises the measurement's failure."""
+        """Drop the task of a measurement that has ended. Raises the failure of the task."""
         if self._task is not None and self._task.done():
             task = self._task
             self._task = None
@@ -271,7 +271,7 @@ class Measurements:
             files = EvaluationFiles(recipe, evaluation, folder, start, sampler)
             self._evaluations = Measurement(recipe, files, engines=engines, holder=holder, meter=meter)
         self._on_all = False
-        """True from the start of a validation on all engines until the time is charged."""
+        """True from the start of a validation on all engines until the ledger has a charge for the validation."""
 
     def begin(self, *, while_training: bool = True) -> bool:
         """Start the due measurements of the version that the engines hold; True if a validation starts.
@@ -297,7 +297,7 @@ class Measurements:
         return await self._validations.end(self._validations.unless_lost)
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
-        """If `begin` has started a validation on all engines, wait for the validation and charge the time."""
+        """If `begin` has started a validation on all engines, wait for the end and charge the time to the ledger."""
         if not self._validations.on_held_engine:
             await self._validations.end(while_waiting)
         if self._on_all:

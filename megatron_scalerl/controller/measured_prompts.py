@@ -87,7 +87,7 @@ class HeldOut:
 
     purpose: ClassVar[Purpose] = "validation"
     on_all: ClassVar[bool] = True
-    """True: all engines generate if no engine can be held."""
+    """True: a validation runs on all engines if no engine can be held."""
 
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
@@ -107,7 +107,7 @@ class HeldOut:
         return self._metrics.last_validation(step)
 
     async def measure(self, version: PinnedVersion, completer: Completer) -> None:
-        """Validate, record the result, and begin a forecast that includes the result."""
+        """Validate a version, record the pass rate, and start a forecast from all pass rates so far."""
         pass_rate, outcomes = await self.validate(version, completer)
         self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
@@ -256,7 +256,7 @@ class EvaluationFiles:
     def __init__(
         self, recipe: Recipe, files: EvaluationInputs, folder: RunFolder, start: ResumePoint, sampler: Sampler
     ):
-        """start: the checkpoint from which this attempt goes on."""
+        """start: the checkpoint from which this attempt resumes."""
         self._section = recipe.evaluation
         self._files = files
         self._sampler = sampler

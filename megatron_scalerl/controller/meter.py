@@ -106,7 +106,7 @@ class Meter:
         self._clear()
 
     def _clear(self) -> None:
-        """Begin a window at `_since`."""
+        """Set all counts to zero for a new window, which begins at `_since`."""
         self.pinned_seconds = 0.0
         """Seconds in which the trainer waited for a validation."""
         self._training_tokens = 0
@@ -201,7 +201,7 @@ class Meter:
         self._charge_all("replay", "lost")
 
     def charge_validation(self) -> None:
-        """Charge a window of no batch: a validation that new groups wait for, or the work at the end of the run."""
+        """Charge a window of no batch: a validation for which new groups wait, or the work at the end of the run."""
         self._split("validate")
 
     def charge_waiting(self, purpose: Purpose) -> None:
@@ -234,7 +234,7 @@ class Meter:
         self._write(phase, self.elapsed, [(role, self._trainer + self._teacher + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
-        """Charge the window to the roles that used the devices; each charge is a mean number of devices."""
+        """Charge the window to the roles that used the devices, each with the role's mean number of devices."""
         self._close_holds()
         seconds = self.elapsed
         on_held = {}

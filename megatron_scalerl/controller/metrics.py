@@ -1,7 +1,7 @@
 """Step and validation records: JSONL files are authoritative; TensorBoard and, if installed, W&B are sinks.
 
-A step record has the metrics of one batch of groups before filtering (rewards, lengths, staleness, shares) and of the
-optimizer step on the batch.
+A step record has the metrics of one batch of groups before filtering (rewards, lengths, staleness, shares of
+truncated, interrupted and lost completions) and of the optimizer step on the batch.
 
 The noise of a pass rate comes from sampling completions for fixed prompts: the variance within prompts. Without
 validation.fresh_seeds, completion i of a prompt has equal random numbers in all validations, so the noise of two
@@ -106,7 +106,7 @@ class WandbSink:
 
 
 class Metrics:
-    """Writes step records and validations. On opening, drops step records after the checkpoint.
+    """Writes step records and validations. When created, deletes step records after the checkpoint.
 
     Validations after the checkpoint are kept: a restart trains the same batches with the same rollouts again, so that
     the recorded versions come back.
@@ -174,7 +174,7 @@ class Metrics:
         return read_jsonl(self._validations.path)
 
     def sync(self) -> None:
-        """Return when every record is on disk."""
+        """Write every record to disk (fsync) before returning."""
         for file in (self._steps, self._validations, self._by_prompt):
             file.sync()
 
@@ -243,7 +243,7 @@ def _finite(record: Mapping[str, Any]) -> dict[str, float]:
 def batch_metrics(
     groups: Sequence[RolloutGroup], stats: Mapping[str, float], policy_version: int
 ) -> dict[str, float]:
-    """Scalars of the batch that `policy_version` trains on. stats: counts of the filters.
+    """Scalars of the batch that `policy_version` trains on. stats: see `BatchPlan.stats`.
 
     `confirmed_share`: share that the second judge confirms, of the correct completions with a verdict of the judge.
     `staleness_*`: optimizer steps since the oldest first token of each group. `train_pass_rate`: pass rate before
@@ -322,7 +322,7 @@ def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def step_metrics(report: StepReport) -> dict[str, float]:
-    """Scalars of an optimizer step."""
+    """The numbers of the trainer's report on an optimizer step, by name in metrics.jsonl."""
     return {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -334,7 +334,7 @@ def step_metrics(report: StepReport) -> dict[str, float]:
 
 
 def engine_metrics(engines: Membership) -> dict[str, float]:
-    """Scalars about the engines when a batch ends."""
+    """Number of serving engines at the end of a batch; restarts and lost tokens of all engines so far."""
     return {
         "engines_serving": len(engines.serving),
         "engine_restarts": sum(member.restarts for member in engines.members),

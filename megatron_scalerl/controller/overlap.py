@@ -97,7 +97,7 @@ class EarlyBatch:
         self._groups_taken = False
 
     async def batch(self) -> SentBatch | None:
-        """Return the batch once sent; None if the gate has released no batch. Raises the errors of `Sender.send`."""
+        """Return the batch, once sent; None if the gate has released no batch. Raises the errors of `Sender.send`."""
         if not self._groups_taken:
             # If the gate releases a batch later, `Overlap.next_batch` takes the batch for the new policy version.
             self._task.cancel()
@@ -144,9 +144,10 @@ class Overlap:
         self._saving = saving
         self._sender = Sender(recipe, fleet, run_dir)
         self._early: SentBatch | None = None
-        """The next batch, if the batch was sent early."""
+        """The batch that was sent during the last step, for the next step; None if no batch was released in time."""
         self.send_seconds = 0.0
-        """Seconds that the trainer waited until the last batch was sent, and after the step for the early batch."""
+        """Seconds that the trainer waited for the samples of the last batch before the step, and after the step for
+        the samples of the early batch."""
 
     async def next_batch(self) -> Sequence[RolloutGroup] | None:
         """The groups of the early batch, or else of the stream's next batch; None if no prompt is left."""

@@ -140,9 +140,9 @@ def check_answers(
 ) -> tuple[list[str], list[str | None]]:
     """Check the reference answers of a task; arguments and result are described at `prompts.dataset.CheckAnswers`.
 
-    At most MOST_REFERENCES mathematical references that are no whole numbers are checked. Tests of programs are tried
-    out with programs (`code_checks`). Answers of episodes are not checked: the environment checks an answer when the
-    episode begins.
+    At most MOST_REFERENCES mathematical references that are no whole numbers are checked. With the verifier `code`
+    each problem's tests are tried out: a wrong program has to fail, the problem's own solution has to pass
+    (`code_checks`). Answers of episodes are left to the environment.
     """
     if task.episodes:
         return [""] * len(answers), [None] * len(answers)

@@ -28,7 +28,8 @@ TOKENS = 256
 """Longest completion of a probe (tokens). The trainer waits for the probe, and longer completions may take
 minutes."""
 TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
-"""Tolerated mean over tokens of |trainer - engine log-prob| (nats), by policy.dtype, without weights.probe_tolerance.
+"""Tolerated mean over tokens of |trainer - engine log-prob| (nats), by policy.dtype; used if weights.probe_tolerance
+is not set.
 
 In bf16, the mean is 0.02 to 0.08 for correct random policies of four layers. With one tensor zeroed or transposed, or
 two experts exchanged, the mean is 0.35 or more (tests/controller/test_probe_bounds.py).

@@ -127,7 +127,7 @@ _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_F
 
 
 class RunState:
-    """Step, batches and versions of an attempt, which only the training loop writes."""
+    """How far an attempt has come: steps, batches and policy version. Only the training loop changes the object."""
 
     def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
@@ -326,7 +326,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def resume_point(run_dir: Path) -> ResumePoint:
-    """The newest checkpoint of a run whose file sizes, and digests of small files, are as in COMMIT.
+    """The newest checkpoint of a run whose files have the sizes, and small files the digests, that COMMIT states.
 
     Raises RuntimeError if there are checkpoints and all are damaged.
     """
@@ -350,7 +350,7 @@ def resume_point(run_dir: Path) -> ResumePoint:
 
 
 def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if the journal, the store or a record has lost data since the checkpoint was saved."""
+    """Raises RuntimeError if the journal, the rollouts or a file of RECORDS lost data since the checkpoint."""
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(

@@ -48,7 +48,8 @@ class Saver:
         *,
         step: int,
     ):
-        """records: the files to sync before a checkpoint. step: step of the checkpoint to resume from."""
+        """records: write ledger, metrics and journal, which `save` syncs to disk before a checkpoint. step: step of
+        the checkpoint to resume from."""
         self._section = recipe.checkpoint
         self._folder = folder
         self._trainer = trainer
@@ -87,7 +88,7 @@ class Saver:
             await self._committed(step, seconds=seconds, stopped_seconds=seconds)
 
     async def commit(self, *, wait: bool) -> None:
-        """Commit the checkpoint in progress, if any. wait: True to wait for ranks that still write."""
+        """Commit the checkpoint in progress, if any. wait: False to return if a rank still writes."""
         started_save = self._started_save
         if started_save is None:
             return
@@ -102,7 +103,7 @@ class Saver:
         await self._committed(started_save.step, seconds=total, stopped_seconds=started_save.stopped_seconds)
 
     async def maybe(self, step: int, batches: int) -> None:
-        """Save if a checkpoint is due after `step`; else commit the checkpoint in progress once written."""
+        """Save if a checkpoint is due after `step`; else commit the checkpoint in progress if completely written."""
         interval = self._section.every_steps
         if interval and step % interval == 0 and step > self._newest:
             await self.save(step, batches)

@@ -58,7 +58,7 @@ class RunCollector(Collector):
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
         """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
-        """Returns the run's engines; replaced at the launch, before which there are none."""
+        """Returns the run's engines: none until the launch, when `train` sets a function of the launched engines."""
         self._info = {"run": run, "run_id": run_id, "device": device}
         self._planned_steps = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict

@@ -70,7 +70,7 @@ class TokenScores:
 
 
 def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
-    """(position in the block, `types.Part.prompt_tokens`) of each sample of the best and the worst completion."""
+    """The samples of the group's best and worst completion: (position in the group's block, `Part.prompt_tokens`)."""
     rewards = [score.reward for score in group.scores]
     ends = [rewards.index(max(rewards)), rewards.index(min(rewards))]
     samples = [(group.positions[end], group.completions[end].samples) for end in ends]

@@ -217,7 +217,7 @@ class WeightSync:
         self._proven: list[EngineClient] = []
         """The engines that have completed an update of this trainer."""
         self._steps: list[StepReport] = []
-        """The optimizer steps since the last version was published."""
+        """The trainer's reports of the optimizer steps since the last version was published."""
         self._last: WeightUpdate | None = None
         """The last version that was published."""
         self._lock = asyncio.Lock()
@@ -266,11 +266,12 @@ class WeightSync:
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
-        """Send the weights, which are `version`, to engines with older weights; None if there is no such engine."""
+        """Send the weights of `version` to the engines with older weights; returns None if no engine has any."""
         return await self._update(version, lambda: self._engines.stale)
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
-        """Send the weights to the engines that `members` returns, again after failures; None without an engine."""
+        """Send the weights to the engines that `members` returns; after a failure, ask `members` and send again.
+        Returns None if `members` returns no engine."""
         begin = time.perf_counter()
         failures = 0
         async with self._lock:
@@ -291,7 +292,7 @@ class WeightSync:
         return None
 
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
-        """Evict the engines that caused a failure. True if an engine was evicted, here or during the phase."""
+        """Evict the engines that caused a failure. True if an engine was evicted, now or while the phase ran."""
         engine_is_gone = any(engine not in self._engines.alive for engine in engines)
         all_failed = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
@@ -416,7 +417,7 @@ class WeightSync:
         return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
-        """weights.deltas; "off" if an engine's weight loader takes only whole tensors, and so reports no digest."""
+        """The weights.deltas to use: "off" if an engine's loader takes only whole tensors and so has no digest."""
         deltas = self._recipe.weights.deltas
         if deltas == "off":
             return deltas
@@ -433,19 +434,19 @@ class WeightSync:
         """Ask an engine's workers which parts of the manifest's tensors each worker needs.
 
         An unfinished update of the engine is abandoned first, since vLLM refuses to start a second update. problems:
-        cache of checks, answers of an engine -> `_problem`. Raises _TensorsRefused if the tensors do not match the
-        engine's model, and EngineError for invalid answers.
+        answers of an engine -> result of `_problem`; this function fills the cache. Raises _TensorsRefused if the
+        tensors do not match the engine's model, and EngineError for invalid answers.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
-            raise EngineError(f"msrl_weight_needs: the answer is {answers!r}, not one text for each worker")
+            raise EngineError(f"msrl_weight_needs: the engine sent {answers!r}, not one text for each worker")
         if refusal := next((a for a in answers if a.startswith(REFUSED)), ""):
             raise _TensorsRefused(refusal.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered, which must divide the {world_size} workers"
+                f"msrl_weight_needs: {len(answers)} workers answered, which does not divide the engine's {world_size} evenly"
             )
         # Equal engines give equal answers. A check takes seconds for a large model, so equal answers are checked
         # once.
@@ -459,7 +460,7 @@ class WeightSync:
 
 
 async def _verify(engine: EngineClient, version: int, report: SendReport, places: Sequence[_Place]) -> None:
-    """Compare an engine's version and digests, of received bytes and of weights in use, with the trainer's.
+    """Compare an engine's weight version, digest of received bytes and digest of weights in use with the trainer's.
 
     places: places of the engine's workers. Raises EngineError for a difference; the message has both sides.
     """
@@ -472,7 +473,7 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
         raise EngineError(f"the engine has version and digests {received_state}, but the trainer sent {sent_state}")
     live_digests = await engine.rpc("msrl_live_digest")
     if not isinstance(live_digests, list) or len(live_digests) != len(info.weight_digests):
-        raise EngineError(f"msrl_live_digest: the answer is {live_digests!r}, not one digest for each worker")
+        raise EngineError(f"msrl_live_digest: the engine sent {live_digests!r}, not one digest for each worker")
     for worker, (place, digest) in enumerate(zip(places, live_digests)):
         values = report.values[place.shard]
         # A worker whose loader takes only whole tensors reports an empty digest, which cannot be compared.
@@ -481,7 +482,7 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
 
 
 def _problem(manifest: Manifest, answers: set[str]) -> str:
-    """A line that names a manifest tensor and the workers' needs that do not match; empty if all match."""
+    """One line about a tensor of the manifest that does not match the parts the workers need; empty if all match."""
     try:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:
