@@ -65,8 +65,8 @@ a larger fall a validation warns."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Name of an evaluation's folder. A folder that was moved away before the evaluation began anew has a suffix and does
-not match."""
+"""Pattern of the name of an evaluation's folder. A folder that was moved away before the evaluation began anew has a
+suffix and does not match."""
 
 
 @record

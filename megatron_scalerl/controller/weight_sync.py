@@ -446,7 +446,7 @@ class WeightSync:
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered, which does not divide the engine's {world_size} evenly"
+                f"msrl_weight_needs: {len(answers)} answers do not divide the engine's {world_size} workers evenly"
             )
         # Equal engines give equal answers. A check takes seconds for a large model, so equal answers are checked
         # once.

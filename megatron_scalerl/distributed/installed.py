@@ -31,7 +31,8 @@ def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
 
 
 def pinned(extra: str) -> dict[str, Any]:
-    """Package -> pinned versions of an extra in setup.cfg. Empty if megatron_scalerl itself is not installed."""
+    """Package -> versions that setup.cfg pins for `extra`, a set of optional dependencies. Empty if megatron_scalerl
+    itself is not installed."""
     return {name: specifier for name, specifier, marker in _pins() if marker.evaluate({"extra": extra})}
 
 

@@ -133,7 +133,7 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 
 
 def use_interface(rendezvous: Rendezvous | None) -> None:
-    """Make gloo and NCCL in this process listen only on the interface to the peers. None: a process without peers.
+    """Make gloo and NCCL in this process listen only on the interface to the peers; with None, only on loopback.
 
     Must be called before the first process group is created. Sets environment variables; with several hosts, keeps a
     NCCL_SOCKET_IFNAME that the user has set.
@@ -170,7 +170,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
         # psutil may append %INTERFACE to an IPv6 address.
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
-    raise RuntimeError(f"rendezvous: {address}, the address on the route to {rendezvous.host}, is on no interface")
+    raise RuntimeError(f"rendezvous: no interface has {address}, this host's address to {rendezvous.host}")
 
 
 def local_address(host: str) -> str:

@@ -330,7 +330,7 @@ class ControllerLink:
         self._leaving.set()
 
     def abandon(self) -> None:
-        """Close the connection at once and drop unsent messages, after the controller has not answered."""
+        """Close the connection at once and drop unsent messages, because the controller has not answered."""
         self._context.destroy(linger=0)
 
     def exit(self, status: int) -> NoReturn:

@@ -37,12 +37,14 @@ PROBE_INTERVAL_S = 1.0
 MAX_JOINING = 64
 """Most engines that may wait in the queue to join the run. While the queue is full, further engines are refused."""
 _MAX_DRAINED_MESSAGES = 1024
-"""Most unread messages to read before a disconnected agent counts as lost: one may be from the agent."""
+"""Largest number of unread messages that are read before a disconnected agent counts as lost, since the last message
+of the agent, with the reason for the end, may be among the unread messages."""
 HELLO_S = 120.0
 """Time limit (s) from the start of an agent's command to the agent's Hello. Slurm schedules the step and Python
 imports modules in this time."""
 ANSWER_S = 15.0
-"""Seconds for an agent's report about the end of the server, beyond the time limit for the server to exit."""
+"""Seconds that the controller waits for an agent's report of the server's end, beyond the time limit for the server
+to exit."""
 EXIT_S = 5.0
 """Seconds for an agent to exit after reporting the end of the server."""
 DISCONNECTED = "lost the connection to the agent on its host"
@@ -70,7 +72,7 @@ class RemoteServer:
         self._log_path = agents.logs / f"{name}.log"
         self.tls = agents.tls
         self.welcome = agents.welcome
-        """The controller's answer to Hello."""
+        """The controller's answer to Hello, with certificate, port and devices for the server."""
         self.identity = b""
         """ZeroMQ's name of the agent's connection; empty until the agent has sent Hello."""
         self.hello: asyncio.Future[messages.Hello] = future()
@@ -283,7 +285,7 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
+            await self._refuse(sender, server, f"this agent sent a message {type(message).__name__} out of order")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
@@ -323,7 +325,7 @@ class Agents:
         return [server for server in self._servers if server.connected]
 
     async def _refuse(self, sender: bytes, server: RemoteServer | None, reason: str) -> None:
-        """Answer with Refused, upon which an agent exits. server: counts as ended then."""
+        """Send an agent Refused; the agent then exits. server: the agent's server, which then counts as ended."""
         await self.socket.send(sender, sockets.encode(sockets.Refused(reason=reason)), wait=False)
         if server is not None:
             server.end(f"was refused: {reason}")

@@ -60,8 +60,8 @@ class Engines:
         secret: str,
         record: Callable[[Member], None] = lambda member: None,
     ):
-        """attempt: the run's folder, and the ids by which the controller recognizes agents. record: called with each
-        changed engine.
+        """attempt: the run's folder, and the ids by which the controller recognizes agents. record: called with an
+        engine's entry (`Member`) whenever the entry changes.
 
         Binds the servers' addresses on this host. With several hosts, also binds the socket to the agents, which
         needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
@@ -174,7 +174,7 @@ class Engines:
         while True:
             reason = await self._until_evicted(self._processes[index])
             barren_starts += 1
-            # A start is barren if the engine had requests, and no engine of the run has ever completed a request.
+            # Counted are starts in a row that lost requests, while no engine of the run has ever completed a request.
             if not self._processes[index].client.ended_generations or self._completes:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
@@ -216,7 +216,7 @@ class Engines:
         """End the processes of an evicted engine, and start a server after `delay` seconds. True if the server is up.
 
         failures: number of failures in a row. The engine is given up after more than engine.max_restarts failures, if
-        Slurm has removed the host, or if processes do not end, which may hold devices.
+        Slurm has removed the host, or if the engine's processes do not end and so may still hold devices.
         """
         process = self._processes[index]
         logger.warning("%s is evicted: %s", process.name, reason)
@@ -260,7 +260,8 @@ class Engines:
         raise AssertionError("_take_in can end only by cancellation")
 
     async def _serve_joined(self, index: int, process: EngineProcess) -> None:
-        """Start the server of an engine that has joined, and keep the engine in the run until evicted or gone."""
+        """Start the server of an engine that joins; after an eviction or a failure, remove the engine from the
+        run."""
         reason = "the run ends"
         grace_s = STOP_S
         devices = self.members.members[index].devices
@@ -279,7 +280,7 @@ class Engines:
             logger.warning("%s has left the run: %s", process.name, reason)
 
     def _in_run(self, name: str) -> bool:
-        """Whether an engine with this name takes part in the run, so that the devices count."""
+        """Whether an engine of this name is in the run. The entry of an engine that has left has 0 devices."""
         return any(member.name == name and member.devices for member in self.members.members)
 
     def _objection_to_joining(self, hello: Hello) -> str | None:

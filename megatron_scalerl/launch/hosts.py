@@ -58,8 +58,8 @@ _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """Time limit (s) of a query whether hosts have left the job. The query delays the handling of a failure."""
 PER_COMPLETION = 2
-"""Connections per completion in flight of rollouts.max_in_flight: each engine may have as many validation
-completions in flight as training completions."""
+"""Largest number of connections to one engine, as a multiple of rollouts.max_in_flight: once for training completions
+and once for validation completions."""
 PER_PROCESS = 8
 """Open files per child process: pipes, sockets, the log, and the descriptors by which asyncio watches the child."""
 TARGET = 65536
@@ -116,7 +116,7 @@ class Hosts:
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
     def have_left(self) -> set[str]:
-        """Names of the hosts that Slurm has removed from the job; empty without Slurm or an answer. Blocks."""
+        """Names of the hosts that Slurm has removed from the job; empty without an answer of Slurm. Blocks."""
         job = _this_job()
         if self.words or self.address is None or job is None:
             return set()

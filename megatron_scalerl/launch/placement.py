@@ -123,7 +123,7 @@ def visible_gpus() -> list[str]:
 def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
-    """Places of the engines, in order, after the trainer's ranks. If not all engines fit, the list is shorter."""
+    """Places of the engines, then of the teachers, after the ranks of `trainer`; fewer if the hosts lack devices."""
     sizes = [*recipe.engine_devices.values()]
     places: list[EnginePlace] = []
     for host in hosts.hosts:

@@ -27,10 +27,10 @@ from megatron_scalerl.trainer.ranks import environment as environment_of_ranks
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
-"""Seconds for processes to exit by themselves before a signal. If the command that starts ranks on another
-host got a signal, the command would report a failure."""
+"""Seconds for processes to exit by themselves when the ranks are stopped. Afterwards processes get signals. The
+command that starts ranks on another host (ssh, srun) would report a failure after a signal."""
 _STOP_S = 60.0
-"""Seconds for all ranks to leave the process groups and answer `client.stop`, once the run is finished."""
+"""Seconds for all ranks to leave torch's process groups and answer the controller, once the run is finished."""
 
 
 class TrainerRanks:
@@ -89,7 +89,7 @@ class TrainerRanks:
     async def stop(self, *, graceful: bool) -> None:
         """Stop all ranks. A failure to stop a rank is logged as one line, and the remaining ranks are still stopped.
 
-        graceful: True to let the ranks leave the process groups before.
+        graceful: True to let the ranks leave torch's process groups first.
         """
         await cancelled(*self._watches)
         try:

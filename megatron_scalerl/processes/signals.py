@@ -61,7 +61,8 @@ class Stopped(Exception):
 class SaveAndExit:
     """Handles SAVE_SIGNAL, the request to save the run's state and to exit. Belongs to one event loop.
 
-    While `run` is not in progress there is nothing to save, and a request cancels the coroutine at once.
+    While `run` is not in progress there is nothing to save, and a request cancels the coroutine of `run_until_signal`
+    at once.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class SaveAndExit:
         self._depth = 0
         """Number of blocks of `uninterrupted` in progress, nested blocks included."""
         self._deferred = False
-        """True while `run` is in progress: `run` then cancels the coroutine, after the save, instead of `request`."""
+        """True while `run` is in progress. `request` then leaves the cancellation to `run`, which saves first."""
         self.cancel: Callable[[], object] = lambda: None
         """Cancels the coroutine of `run_until_signal`, which sets this function."""
 
@@ -223,7 +224,7 @@ class Takeover:
 
     @property
     def happened(self) -> bool:
-        """True if ATTEMPT_FILE names another attempt than at first; False if the file cannot be read."""
+        """True if the attempt in ATTEMPT_FILE has changed since the start; False if the file cannot be read."""
         return self._read() not in (None, self._attempt)
 
     def _read(self) -> str | None:

@@ -25,13 +25,15 @@ FRAME = struct.Struct("!QBQQ")
 """Start of a frame: number of the request, kind of frame, size of the head, size of the body (bytes). A request with
 number 0 gets no reply."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
-"""Kinds of frames: a request; the report that a request is read; a reply; the last reply of a worker."""
+"""Kinds of frames: REQUEST, from the pool; READ, the worker's report of having read a request; REPLY; LAST_REPLY, a
+reply after which the pool replaces the worker."""
 THREADS = 4096
 """Largest number of threads for blocking calls in a worker that works on several requests at once."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 _sending = threading.Lock()
-"""Lock for writing a frame: with several requests at once, the reading thread also writes frames (READ)."""
+"""Lock for writing a frame to the pool. In a worker that works on several requests at once, the thread that reads the
+requests also writes frames (READ)."""
 
 
 @record
@@ -42,15 +44,16 @@ class Answer:
     """Head of the reply; sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """True if the pool has to replace this worker. The worker answers requests already sent."""
+    """True if the pool has to replace this worker after the reply. Before the end, a worker that works on several
+    requests at once answers all requests that the pool has sent."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket, or until an answer with `last`.
 
-    load: gets the setup. Returns a function that answers (head, body) with an Answer, or a line with the reason why
-    the setup is refused. If `load` returns a coroutine function, the worker answers several requests at once, also
-    after an answer with `last`, until the pool closes the socket.
+    load: called once with the setup (bytes). Returns a function that answers (head, body) of a request with an
+    Answer, or a line with the reason why the setup is refused. If `load` returns a coroutine function, the worker
+    answers several requests at once, also after an answer with `last`, until the pool closes the socket.
     """
     with pool_socket() as connection:
         number, setup = receive_setup(connection)
@@ -98,7 +101,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
 
 
 def ignore_signals() -> None:
-    """Leave signals to the whole process group to the controller."""
+    """Ignore SIGINT and SIGTERM to the whole process group: the controller handles both and ends workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -144,7 +144,7 @@ class _Request(Generic[Head]):
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
     begun: Callable[[], None]
-    """Called each time when a worker takes the request."""
+    """Called without arguments each time when a worker takes the request."""
     losses: int = 0
     """Number of workers that died after reading the request."""
     early_losses: int = 0
@@ -157,7 +157,7 @@ class _Request(Generic[Head]):
 
 
 class WorkerPool(Generic[Head]):
-    """Workers that all run one program."""
+    """Workers that all run one program, and answer the requests of `ask`."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class WorkerPool(Generic[Head]):
         *,
         settles: Callable[[WorkerDied], bool],
     ):
-        """reply_type: type of the replies' heads. settles: returns True if a request fails by this death of a worker,
-        False if another worker has to repeat the request."""
+        """reply_type: type of the replies' heads. settles: called when a worker died while the worker had a single
+        request. Returns True to fail the request, False to let a worker try again."""
         self._program = program
         self._output = _Output()
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
@@ -179,7 +179,8 @@ class WorkerPool(Generic[Head]):
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._suspects = self._queue
-        """Requests that workers take one at a time, because each may have killed a worker. May be `_queue` itself."""
+        """Requests that extra workers take one at a time, because each may have killed a worker. Equal to `_queue` if
+        no worker takes several requests at once."""
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._limit_s = program.timeout_s
@@ -284,7 +285,8 @@ class WorkerPool(Generic[Head]):
                 break
 
     def _refuse(self, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """Fail a request whose worker cannot be started. For a suspect, fail all suspects if no extra worker runs."""
+        """Fail a request because the worker cannot be started. If no extra worker runs, a suspect's failure fails all
+        waiting suspects, too."""
         waiting = [request]
         if queue is not self._queue and not any(worker.alive for worker in self._extra):
             waiting += [queue.get_nowait() for _ in range(queue.qsize())]
@@ -292,7 +294,8 @@ class WorkerPool(Generic[Head]):
             failed_request.fail(WorkerDied(f"the failed start of a {self._program.name} process"))
 
     async def _try(self, worker: Worker, request: _Request[Head], concurrent: bool) -> None:
-        """Send a request to the worker once. Count a death, and fail the request after too many deaths."""
+        """Send a request to the worker once. If the worker dies, fail the request after too many deaths or by
+        `settles`."""
         request.begun()
         try:
             reply = await worker.ask(request.head, request.body, self._limit_s, self._decode)
@@ -371,7 +374,7 @@ class Worker(asyncio.Protocol):
         self._replies: dict[int, asyncio.Future[Any]] = {}
         """Number of an outstanding request -> future with (kind, head, body) of the reply."""
         self._read: set[int] = set()
-        """Numbers of the requests that this process has read but not replied to. `start` makes a new set."""
+        """Numbers of the requests that the worker's process has read but not replied to. `start` makes a new set."""
         self._received = bytearray()
         self._ending = False
         """Whether the process has sent a LAST_REPLY, and so will end."""
@@ -547,7 +550,7 @@ class Worker(asyncio.Protocol):
 
 
 def end_of(code: int | None) -> str:
-    """A noun phrase for the end of a process with this exit code. None: a process that only closed the socket."""
+    """A noun phrase for the end of a process. code: the exit code; None if the process only closed the socket."""
     if code is None:
         return "a closed socket"
     if code < 0:
