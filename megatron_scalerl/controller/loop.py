@@ -97,8 +97,7 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the checkpoint and the journal to resume from; the journal is freed after the replay. sinks:
-        receivers of the metrics of every record, such as the Prometheus collector."""
+        """resumed: the journal (`history`) is freed after the replay. sinks: receive the metrics of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress

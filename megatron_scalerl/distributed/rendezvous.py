@@ -170,7 +170,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
         # psutil may append %INTERFACE to an IPv6 address.
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
-    raise RuntimeError(f"rendezvous: no interface has {address}, this host's address to {rendezvous.host}")
+    raise RuntimeError(f"rendezvous: {address}, by which this host reaches {rendezvous.host}, is on no interface")
 
 
 def local_address(host: str) -> str:
