@@ -58,7 +58,7 @@ _VALUES = {
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
 """Types that tests may hand to a program."""
 _NUMBER = "_number_of_tests_"
-"""Name of the attribute with the number of an exception that a function of the tests has raised."""
+"""Name of an attribute: the number, in the process of the tests, of an exception that the tests raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions of a program that would end a loop of the tests instead of failing the tests."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -258,7 +258,7 @@ class Solution:
         return text
 
     def _object(self, number: int) -> Any:
-        """The program's object with this number; for a negative number, a call of a function of the tests."""
+        """The program's object with this number; for a negative number, a stand-in for a function of the tests."""
         if number >= 0:
             return self._objects[number]
 

@@ -190,7 +190,7 @@ class _Entry:
     digest: bytes
     answer: asyncio.Task[Reply]
     reader: Any = None
-    """Task of the HTTP request in this try that has sent the answer, or waits for the answer; None if there is none."""
+    """Task of the HTTP request in this try that has sent the answer or waits for the answer; else None."""
 
 
 class Session:
