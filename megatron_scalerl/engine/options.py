@@ -5,7 +5,7 @@ precision, log-probs, plugin) are refused there, and so are options that change 
 Names are checked against vLLM's source, which is parsed and not imported, so that the controller starts fast and
 never loads an engine.
 
-Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
+Options that change the engine's arithmetic are allowed (quantization, kv_cache_dtype, attention_backend ...).
 Such options change the policy that is sampled from, not the sampling: the changed policy's log-probs are reported,
 the importance weight is the ratio to the reported log-probs, and weights.probe_tolerance bounds the difference.
 """

@@ -163,7 +163,7 @@ def receive(file: BinaryIO) -> Any:
 
 
 def site_names(source: str) -> dict[str, Any]:
-    """Name -> value of each name that a program uses without a definition and that `SITE_MODULES` has or lists."""
+    """Name -> value of each undefined name in a program that is a module of `SITE_MODULES`, or a name in a module."""
     used: set[str] = set()
     bound = set(dir(builtins))
     tables = [_symtable.symtable(source, "<text>", "exec")]

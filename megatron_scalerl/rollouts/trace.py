@@ -85,7 +85,7 @@ class Trace:
             part.busy = False
 
     def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
-        """Append to a part the context's tokens behind the part, and then the policy's turn; returns the turn."""
+        """Append to a part the tokens of the context that the part lacks, and the policy's turn; returns the turn."""
         arrays = read(decoded.data)
         new_ids = context[len(part.context) :]
         if new_ids:
