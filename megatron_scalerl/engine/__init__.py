@@ -2,13 +2,13 @@
 
 In the controller's process:
 
-    options.py         the server's command line and environment, from the recipe
+    options.py         makes the server's command line and environment from the recipe
     client.py          the HTTP client of a server
-    answers.py         parses a server's responses; completions in the decoder processes (`rollouts.decoder`)
-    membership.py      the state of every engine
+    answers.py         parses a server's responses; completions are parsed in `rollouts.decoder`
+    membership.py      records the state of every engine
     watchdog.py        detects a server that hangs
     numerics.py        checks that engine and trainer compute alike
-    rounds.py          engines in rounds, for deterministic runs
+    rounds.py          sends requests to paused engines in rounds, for deterministic runs
 
 In the server's processes:
 

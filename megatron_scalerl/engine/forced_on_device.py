@@ -20,7 +20,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 from megatron_scalerl.engine.interruption import Plan
 
 _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
-"""Columns of `ForcedTokens._table`, which has a row per request slot. The cut is -1 for a request without a plan."""
+"""Columns of `ForcedTokens._table`, which has a row per request slot: three limits of the interruption plan,
+and the indices in the completion at which the answer starts and the budget ends. -1: no limit, or not yet known."""
 
 
 class ForcedTokens(LogitsProcessor):

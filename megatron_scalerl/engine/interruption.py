@@ -48,9 +48,9 @@ class Plan:
     think_end_ids: tuple[int, ...]
     """Token ids of the closing tag of thinking, at least one id."""
     think_end_first: frozenset[int] = frozenset()
-    """Ids of tokens with more text that count as the tag's first token (`tag_variants`)."""
+    """Ids of tokens that count as the tag's first token, but contain text before the tag, too (`tag_variants`)."""
     think_end_last: frozenset[int] = frozenset()
-    """Ids of tokens with more text that count as the tag's last token (`tag_variants`)."""
+    """Ids of tokens that count as the tag's last token, but contain text after the tag, too (`tag_variants`)."""
     answer_budget: int
     """Largest number of tokens after a forced end of thinking, the policy's end of sequence included."""
     whole_budget: int | None = None

@@ -51,7 +51,7 @@ _ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 @record
 class Member:
-    """The state of one engine at one epoch."""
+    """The state of one engine since the engine's latest change."""
 
     name: str
     """Name of the engine: engine-N, teacher-... for a teacher, extra-... for an engine that joined."""
@@ -105,7 +105,7 @@ class Membership:
         """
         self.epoch = 0
         self.on_devices: Callable[[float], None] = lambda count: None
-        """This class calls the function with every new value of `devices`; the function must return at once."""
+        """Function that this class calls with every new value of `devices`; the function must return at once."""
         self._minimum = minimum
         self._supervised = True
         self._record = record
@@ -279,7 +279,7 @@ class Membership:
         """Wait until fewer engines than `minimum` are left or a teacher is given up; then raise EngineDied."""
         await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
         if self.left >= self._minimum:
-            raise EngineDied(f"algorithm.teachers: a teacher has ended for good ({self.given_up_because})")
+            raise EngineDied(f"algorithm.teachers: a teacher ended and is not restarted ({self.given_up_because})")
         raise EngineDied(
             f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
@@ -318,7 +318,7 @@ class Membership:
         self.epoch += 1
         member = self._members[index] = replace(member, epoch=self.epoch)
         suffix = f" ({member.reason})" if member.reason else ""
-        logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, suffix)
+        logger.info("engine states, change %d: %s is %s%s", self.epoch, member.name, member.state, suffix)
         # Setting the event wakes all tasks in `until`; a new event stands for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -11,7 +11,7 @@ from megatron_scalerl.recipe.file import RecipeError
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """Refuse an engine that does not compute like the trainer.
 
-    Raises RecipeError (a ValueError) with the recipe's key if the user can remove the difference by the recipe, and
+    Raises RecipeError (a ValueError), naming a key, if a change of the recipe can remove the difference, and
     EngineError if vLLM did not do as configured.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
@@ -35,7 +35,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """vLLM's name for log-probs of the logits; if the temperature is not 1, for log-probs of logits / temperature."""
+    """vLLM's option logprobs_mode: log-probs of logits, or of logits / temperature if the temperature is not 1."""
     return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 

@@ -5,7 +5,7 @@ precision, log-probs, plugin) are refused there, and so are options that change 
 Names are checked against vLLM's source, which is parsed and not imported, so that the controller starts fast and
 never loads an engine.
 
-Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
+Options that change the engine's arithmetic are allowed (quantization, kv_cache_dtype, attention_backend ...).
 Such options change the policy that is sampled from, not the sampling: the changed policy's log-probs are reported,
 the importance weight is the ratio to the reported log-probs, and weights.probe_tolerance bounds the difference.
 """
@@ -70,7 +70,7 @@ OURS = {
     "ssl_ciphers": None,
     "enable_ssl_refresh": None,
 }
-"""vLLM option that this package sets, and a user may not -> recipe key that decides the value; None: fixed value."""
+"""Option of vLLM that only this package may set -> recipe key that decides the value, or None for a fixed value."""
 
 _DRAFTS = (
     "proposes tokens with a draft model that gets no weight updates; vLLM supports no forced interruption with a "
@@ -175,7 +175,7 @@ def vllm_options() -> frozenset[str]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
-    assert {"max_model_len", "middleware"} <= names, f"unknown version of vLLM: no options in {list(classes)}"
+    assert {"max_model_len", "middleware"} <= names, f"unsupported version of vLLM: no options in {list(classes)}"
     return frozenset(names)
 
 

@@ -38,7 +38,7 @@ class Round:
         return len(self._members)
 
     def engine(self, rank: int) -> EngineClient:
-        """The engine to which the request with this rank in the round has to be sent."""
+        """The engine to which the caller has to send the request with this rank (0, 1, ...) in the round."""
         return self._members[rank % len(self._members)]
 
     async def go(self, requests: Sequence[EngineClient]) -> None:

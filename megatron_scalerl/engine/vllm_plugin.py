@@ -129,7 +129,7 @@ async def _answer(send: Any, status: int, content: Any) -> None:
 
 
 def _reporting(send: Any) -> Any:
-    """`send`, wrapped so that one byte goes to MSRL_READY_FD once start-up is complete."""
+    """ASGI's function `send`, wrapped to write one byte to the pipe MSRL_READY_FD once the server has started."""
 
     async def reporting(message: dict[str, Any]) -> None:
         await send(message)

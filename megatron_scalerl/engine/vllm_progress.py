@@ -31,7 +31,7 @@ def count_tokens() -> None:
 def progress(engine: Any) -> EngineProgress:
     """The token and request counts of all cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
-    assert isinstance(client, AsyncMPClient), f"no tokens are counted for {type(client).__name__}"
+    assert isinstance(client, AsyncMPClient), f"tokens are counted for AsyncMPClient, not {type(client).__name__}"
     ranks = client.engine_ranks_managed
     # Only vLLM's client for several cores has this attribute: request id -> core.
     of_request = getattr(client, "reqs_in_flight", {})

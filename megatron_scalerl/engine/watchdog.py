@@ -23,7 +23,7 @@ from megatron_scalerl.recipe.process_sections import EngineSection
 _POLLS = 20
 """Number of polls within `stall_timeout_s`."""
 _MAX_INTERVAL_S = 5.0
-"""Longest time between two polls."""
+"""Longest time between two polls (s)."""
 _MIN_PEER_RATES = 2
 """Smallest number of further engines with a known rate that LagClock needs to judge an engine."""
 

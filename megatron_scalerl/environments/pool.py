@@ -98,7 +98,7 @@ class EnvironmentFailed(RuntimeError):
     """
 
     def __init__(self, problem: str, *, reason: str):
-        """reason: key of an unpaid end in `types.ENDS`; `_record_failure` may pay the end later."""
+        """reason: key in `types.ENDS` of an end without a reward; `_record_failure` may later grant a reward."""
         super().__init__(problem)
         self.end: EpisodeEnd = ENDS[reason]
 
@@ -185,7 +185,7 @@ class _Process(Worker):
             reply = msgspec.json.decode(frame[1], type=Reply)
         except (ValueError, RecursionError):
             await self.end()
-            raise EnvironmentFailed(f"{self.name}: the process sent bytes that are no reply", reason="died") from None
+            raise EnvironmentFailed(f"{self.name}: the process sent an invalid reply", reason="died") from None
         if not reply.failure:
             self.failures = 0
             self.local_failures = 0
@@ -424,7 +424,7 @@ class Episode:
         return turn
 
     async def _tries(self, argument: Argument) -> Turn:
-        """The turn of the first try that succeeds. Raises EnvironmentFailed if every try fails."""
+        """Try a call up to outages.TRIES times; returns the turn. Raises EnvironmentFailed if every try fails."""
         pool = self._pool
         lives = 2 if pool.agent else 1
         failed_tries: dict[_Process, float] = {}
@@ -475,7 +475,7 @@ class Episode:
             self._pool.idle_extras.put_nowait(extra)
 
     async def _try(self, argument: Argument, process: _Process) -> Turn:
-        """Try a call in the episode's process, else in `process`. If the try fails, the episode has no process."""
+        """Try a call in the episode's process, else in `process`. A failure removes the episode from the process."""
         try:
             if self.process is None:
                 self.process = process
@@ -526,7 +526,10 @@ class Episode:
     def _record_failure(
         self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False
     ) -> None:
-        """Record that an episode failed. argument: of the failed call. repeated: the last tries failed equally."""
+        """Record that an episode failed. argument: the argument of the failed call.
+
+        repeated: the last try failed by the class, for the same reason as the try before.
+        """
         pool = self._pool
         arguments = [*(earlier for earlier, _ in self._past_calls), argument]
         responses: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]

@@ -171,9 +171,10 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 
 
 def remembered(keys: Sequence[str], limits: Limits | None, check: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The results that `check` returns for `keys`, from the user's cache if possible; a key may lack a result.
+    """The results of `check` (key -> result), from the user's cache if an equal check has stored results there.
 
-    Results from the cache were made for equal keys and limits, by equal sources of `rewards` and an equal Python.
+    check: a function without arguments that returns the results for all or some of `keys`. Results from the cache
+    were made for equal keys and limits, by equal sources of `rewards` and an equal Python.
     """
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     cache_key = msgspec.json.encode([keys, limits, sources, sys.version])

@@ -67,7 +67,7 @@ class CodeTests:
     called: frozenset[str] = frozenset()
     """Names of the program that the tests use. The problem's text has to mention one of the names at least."""
     names: frozenset[str] = frozenset()
-    """All names that the program has to define for a script of the data set; empty for a script of `_calls`."""
+    """All names that the program has to define if `script` is from the data set; empty if `_calls` wrote `script`."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:

@@ -67,7 +67,7 @@ _NOT_COMPUTED = re.compile(
 """Matches powers and factorials that take long to compute, and functions such as floor, with equal values for several
 numbers.
 
-`check_references` compares no reference with a match.
+`check_references` skips the comparisons of a reference in which the pattern matches.
 """
 _WORDS = re.compile(r"[^\W\d_]{3,}|(?!ln)[^\W\d_]{2} [^\W\d_]{2}")
 _FUNCTION = re.compile(
@@ -136,7 +136,7 @@ def _found_box(text: str) -> tuple[int, str | None, int]:
 
 
 def last_mark(text: str) -> str | None:
-    """The content of the last <answer>34</answer> or "#### 34", at most TAIL characters; None if there is no mark."""
+    """The content of the last <answer>34</answer> or "#### 34", at most TAIL characters; None without either."""
     marks = _MARKED_ANSWER.findall(text)
     return next(filter(None, marks[-1]), "")[-TAIL:] if marks else None
 
@@ -256,7 +256,7 @@ def _members(text: str) -> tuple[str, ...]:
 def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
     """(expression, math-verify's reading) of each expression that a text gives as the answer.
 
-    is_answer: whether the text comes from a box or a mark; without words, such a text is the answer and nothing else.
+    is_answer: whether the text is from a box, <answer> or ####; without words, the whole text is then the answer.
     """
     has_list = _LIST.search(reference)
     if is_answer and not _has_words(split_unit(text)[0]):

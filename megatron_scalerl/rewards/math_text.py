@@ -140,7 +140,7 @@ _VALUE_WITH_UNIT = re.compile(
     rf"(.*?[^\s\\]){_GAP}(\\unit.*)|((?:\w\s*=)?(?:\\[a-zA-Z]+|[^a-zA-Z\\])+?)(?:(?<=\d)\s+|{_GAP}(?![A-Za-z]$))({_UNITS})",
     re.DOTALL,
 )
-"""Matches a value and a unit. A letter alone is a unit only behind a digit and a space: 5t and 2\\pi h have none."""
+"""Matches a value and a unit. A letter alone is a unit only after a digit and space: 5t and 2\\pi h have no unit."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
     r"|divided|multiplied|factorial|over|less|added|increased|decreased|reduced|tens|lakh|crore|k"

@@ -13,7 +13,7 @@ PAUSES_S = (1.0, 5.0)
 
 
 class Outages:
-    """Records for the latest checks or episodes of a pool which could not be made."""
+    """Records which of the latest checks or episodes of a pool could not be made."""
 
     def __init__(self, noun: str):
         """noun: "checks" or "episodes", as messages call the entries."""

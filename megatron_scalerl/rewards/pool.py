@@ -88,7 +88,7 @@ INHERITED = (
 )
 """Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 _Kind = tuple[bool, bool]
-"""(whether the verifier waited, as for a judge; whether the reward was above the reward of a wrong answer)."""
+"""Kind of a check: (whether the verifier waited, as for a judge; whether the reward was above `incorrect`)."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class VerifierPool:
         self._first_tries = 0
         """Number of checks whose first try is in progress."""
         self._first_try_ended = asyncio.Event()
-        """Event that is set as soon as the first try of any check ends; a new event then takes the place."""
+        """Event that is set as soon as the first try of any check ends; a new event then replaces this event."""
         self._made_s = 0.0
         """Start of the latest first try that gave a reward (time of the event loop)."""
         self._rewarded: dict[_Kind, bytes] = {}

@@ -58,7 +58,7 @@ _VALUES = {
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
 """Types that tests may hand to a program."""
 _NUMBER = "_number_of_tests_"
-"""Name of the attribute with the number of an exception that a function of the tests has raised."""
+"""Name of an attribute: the number, in the process of the tests, of an exception that the tests raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions of a program that would end a loop of the tests instead of failing the tests."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -163,7 +163,7 @@ def receive(file: BinaryIO) -> Any:
 
 
 def site_names(source: str) -> dict[str, Any]:
-    """Name -> value of each name that a program uses without a definition and that `SITE_MODULES` has or lists."""
+    """Name -> value of each undefined name in a program that is a module of `SITE_MODULES`, or a name in a module."""
     used: set[str] = set()
     bound = set(dir(builtins))
     tables = [_symtable.symtable(source, "<text>", "exec")]
@@ -258,7 +258,7 @@ class Solution:
         return text
 
     def _object(self, number: int) -> Any:
-        """The program's object with this number; for a negative number, a call of a function of the tests."""
+        """The program's object with this number; for a negative number, a stand-in for a function of the tests."""
         if number >= 0:
             return self._objects[number]
 

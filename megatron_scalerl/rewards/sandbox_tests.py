@@ -272,7 +272,7 @@ _CALL_HOOK = "_assertion_was_called_"
 _AWAIT_HOOK = "_awaitable_"
 """Names of the functions whose calls `_instrumented_tree` adds to the tests."""
 VERDICTS: list[list[bool]] = []
-"""For each assertion that began, [whether the assertion held]; tests that catch an exception change no verdict."""
+"""For each assertion that began, a list of one bool: whether the assertion held, also if tests catch the error."""
 
 
 def _new_verdict() -> list[bool]:
@@ -290,7 +290,7 @@ def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
 
 
 def _call_result(verdict: list[bool] | None, value: Any) -> Any:
-    """Record that an assertion held, as a method of unittest returned; returns the method's result `value`."""
+    """Record that an assertion held, since unittest's method did not raise; returns the method's result `value`."""
     _recorded_verdict(verdict, True)
     return value
 

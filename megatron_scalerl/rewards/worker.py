@@ -79,7 +79,7 @@ class Outcome:
     value: bool | float | None = None
     """The verifier's result, a bool or a finite float."""
     limit: str = ""
-    """`memory` or `timeout` if the check exceeded this limit; `crash` if the process died without; else empty."""
+    """`memory` or `timeout`: the check exceeded this limit; `crash`: the process died otherwise; else empty."""
     unavailable: str = ""
     """The reason why the check could not be made, such as a judge that does not answer; else empty."""
     error: str = ""

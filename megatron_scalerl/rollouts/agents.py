@@ -89,11 +89,11 @@ settings without an entry have to be null."""
 
 
 MOST_STRANGERS = 256
-"""Number of connections that have shown no known key above which the oldest are closed after STRANGER_S."""
+"""Largest number of connections without a known API key; beyond this, the oldest are closed once STRANGER_S old."""
 STRANGER_S = 5.0
-"""Shortest time after which a connection without a known key is closed (s): many agents may connect at once."""
+"""Time that a connection without a known API key is open at least (s), since many agents may connect at once."""
 ENDS = 64
-"""Number of latest episodes of which a warning counts the episodes that `max_tokens` has truncated."""
+"""Number of latest episodes that are watched: a warning is logged if `max_tokens` truncated over 90 %."""
 UNKNOWN = "the API key belongs to no episode in progress: send agent.api_key of this call of run"
 GONE = "the episode has ended by a limit, such as environment.max_turns, so the call of run is cancelled"
 NO_ROUTE = f"the path is unknown: use POST {CHAT}, POST {GENERATE} or GET /v1/models"
@@ -110,7 +110,8 @@ class AnswerCut(LimitReached):
 
 
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
-"""A function that samples the policy's next turn after a context [N] of token ids (`EpisodeSampler._ask`)."""
+"""A function that samples the policy's next turn: (context [N], number, max_tokens, tools, stop) -> (part of the
+episode, turn, decoded completion). `EpisodeSampler._ask` explains the arguments."""
 
 
 @record
@@ -189,7 +190,7 @@ class _Entry:
     digest: bytes
     answer: asyncio.Task[Reply]
     reader: Any = None
-    """The handler that has sent the answer to the agent in this try, or waits for the answer; else None."""
+    """Task of the HTTP request in this try that has sent the answer or waits for the answer; else None."""
 
 
 class Session:
@@ -229,7 +230,7 @@ class Session:
         self._conversations: dict[bytes, Conversation] = {}
         """Digest of the tools and of all messages up to a turn of the policy -> the conversation up to that turn."""
         self._handlers: set[asyncio.Task[Any]] = set()
-        """Handlers of the requests in flight."""
+        """The tasks that handle the HTTP requests in flight."""
         self._request_in_flight = asyncio.Event()
         """Event that is set while a request is in flight."""
         self._no_request = asyncio.Event()
@@ -344,14 +345,14 @@ class Session:
             return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Job:
-        """The job of a request with token ids (vLLM's generate endpoint). Raises ValueError for invalid ids."""
+        """Convert a request with token ids (vLLM's generate endpoint). Raises ValueError for invalid ids."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: send at least one id, and only ids below {self._vocabulary}")
         return _Job(context=request.token_ids)
 
     async def _messages(self, request: _Body) -> _Job:
-        """The job of a request with messages. The ids of a known conversation that the messages continue are kept."""
+        """Convert a request with messages. The ids of a known conversation that the messages continue are kept."""
         messages = list(map(_plain_message, request.messages))
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last message has to have the role user, tool or system")
@@ -546,7 +547,7 @@ class AgentServer:
 
     @contextlib.asynccontextmanager
     async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
-        """A block with a new session. arguments, limits: the arguments of `Session` after `agent`."""
+        """Context with the session of a new episode. arguments, limits: the arguments of `Session` after `agent`."""
         port = self._server.sockets[0].getsockname()[1]
         agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key="", model=MODEL, route_key=self._key)
         session = Session(self._sessions, agent, *arguments, **limits)

@@ -81,9 +81,9 @@ async def with_columns(
         except Exception as error:
             if pause_s is None:
                 raise RuntimeError(
-                    f"algorithm: score of group {group.group_id} failed in every try; the last error: {error!r}"
+                    f"algorithm: score() for group {group.group_id} failed in every try; the last error: {error!r}"
                 ) from error
-            logger.warning("algorithm: score of group %d failed and is tried again: %r", group.group_id, error)
+            logger.warning("algorithm: score() for group %d failed, and is tried again: %r", group.group_id, error)
             await asyncio.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 

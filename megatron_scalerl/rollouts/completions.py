@@ -9,14 +9,14 @@ from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.types import BlockRef
 
 Source = tuple[BlockRef | None, int]
-"""(block of a group, position of a sample in the block)."""
+"""The place of a sample's bytes in the store: (block of the group, position of the sample in the block)."""
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
-    """Make a function of indices into `sources` that reads the samples at the given indices, in a thread.
+    """Make a coroutine function (indices into `sources`) -> bytes of each sample, read in a thread.
 
-    The function reads no bytes of further samples and verifies each checksum. The function raises ValueError, naming
-    the file, for a damaged group, and OSError.
+    The function reads the bytes of no further sample, and verifies each checksum. The function raises ValueError,
+    naming the file, for a damaged group, and OSError if a file cannot be read.
     """
     folder = run_dir / "rollouts"
 

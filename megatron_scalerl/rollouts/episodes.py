@@ -55,11 +55,11 @@ from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 
 TRIES = 3
-"""Number of tries of an episode whose environment answers equal responses differently."""
+"""Number of tries of an episode whose environment, when replayed, answers equal responses differently."""
 PROBLEM_CHARS = 500
 """Number of characters at the end of a failure's message that are stored with the score."""
 OWN_FAILURES = 16
-"""Number of episodes in a row that a fault of the prompt's row has ended, after which the prompt is left out.
+"""A prompt is left out of the run after this number of episodes in a row that a fault of the prompt's row has ended.
 
 An outage does not count as a fault of the row.
 """
@@ -213,7 +213,7 @@ class EpisodeSampler(Sampler):
             problem = outcome.exception()
             if session.unasked and isinstance(problem, LimitReached | None):
                 subject = self._environments.subject
-                raise EnvironmentFailed(f"{subject}: run did not repeat the earlier requests", reason="changed")
+                raise EnvironmentFailed(f"{subject}: a new try of run did not repeat all requests", reason="changed")
             reward = outcome.result()
         trace.end = ENDS["done"]
         if reward is not None:
@@ -252,7 +252,7 @@ class EpisodeSampler(Sampler):
             raise LimitReached(f"a context of {len(context)} tokens leaves no room in environment.episode_tokens")
         if not trace.begins(context):
             raise EnvironmentFailed(
-                "prompts.chat_template: a conversation begins with another token than the episode's prompt",
+                "prompts.chat_template: a conversation does not begin with the first token of the episode's prompt",
                 reason="template",
             )
         spec = self._spec(trace, self._plans.turn(draw, number), priority)
@@ -267,11 +267,11 @@ class EpisodeSampler(Sampler):
         if decoded.completion.truncated:
             if max_tokens and len(turn.token_ids) >= max_tokens:
                 raise AnswerCut(f"an answer reached max_tokens of the request, {max_tokens}")
-            raise LimitReached("a turn reached a limit of tokens")
+            raise LimitReached("a turn reached a limit of tokens, such as environment.turn_tokens")
         return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
-        """The sampling settings of the next turn; `_ask` also applies the episode's limits of tokens."""
+        """The sampling settings of the next turn. `_ask` lowers `max_tokens` to the episode's limits."""
         settings = self._settings
         if settings.thinking_tokens is not None:
             thinking_left = max(1, settings.thinking_tokens - trace.thinking)
@@ -317,10 +317,10 @@ async def sampling(
     verifier: VerifierPool | TaskPools,
     logs: Path,
 ) -> AsyncIterator[Callable[[Recipe], Sampler]]:
-    """A block with a function that makes the sampler of a recipe; all samplers share decoders and environments.
+    """Context with a function (recipe) -> sampler; all samplers share the processes of decoders and environments.
 
-    The processes of decoders and environments run until the block ends. The function's argument may differ from
-    `recipe` only in token budgets. Raises as `DecoderPool`, `EnvironmentPool` and `turn_settings`.
+    The processes run until the block ends. The function's argument may differ from `recipe` only in token budgets.
+    Raises as `DecoderPool`, `EnvironmentPool` and `turn_settings`.
     """
     async with contextlib.AsyncExitStack() as resources:
         pools: dict[EnvironmentSection, EnvironmentPool] = {}

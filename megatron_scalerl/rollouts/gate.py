@@ -192,7 +192,7 @@ class StalenessGate:
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def forget_ready(self) -> None:
-        """Discard the groups of `restore`, which will be generated again."""
+        """Discard the groups that `restore` counted as ready; the caller generates the groups again."""
         self._ready.clear()
 
     def exhaust(self) -> None:

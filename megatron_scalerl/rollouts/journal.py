@@ -170,7 +170,7 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write the groups in the queue until the queue is empty. Groups in the queue together share a slow sync."""
+        """Write the groups in the queue until the queue is empty. All groups in the queue share one (slow) sync."""
         while self._waiting:
             groups = self._waiting
             self._waiting = []

@@ -31,16 +31,16 @@ class CompletionScores:
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
-    """Write the file of a step, in place of any earlier file. Raises OSError if the file cannot be written."""
+    """Write the file of a step; replaces the file of an earlier attempt. Raises OSError if writing fails."""
     path = _path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     rewrite(path, map(asdict, rows))
 
 
 def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionScores]:
-    """(group id, position) -> scores of a completion, of all completions that were scored before a step.
+    """The scores of all completions that were scored before a step, by group id and position in the group's block.
 
-    Empty without a file for the step.
+    Empty if the step has no file.
 
     Raises ValueError, naming the file, for an invalid row.
     """

@@ -55,7 +55,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
-    """Parse a call of the form {"name": ..., KEY: {...}}. keys: the sets of keys, besides name, that are allowed."""
+    """Parse a call of the form {"name": ..., KEY: {...}}. keys: a set {KEY} for each KEY that is allowed."""
     call = _json(text)
     if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
         raise _UnreadableCall("malformed_structure")
@@ -64,7 +64,7 @@ def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tup
 
 
 def _read_tagged_call(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
-    """Parse a call whose arguments are in tags. call, argument: patterns of the call and of an argument."""
+    """Parse a call whose arguments are in tags. call, argument: regular expressions."""
     match = re.fullmatch(call, text, re.DOTALL)
     if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
         raise _UnreadableCall("malformed_structure")
@@ -129,7 +129,8 @@ of calls, with the text and the end of the block as groups, and also a tag outsi
 and DeepSeek-V3 are not supported.
 """
 ERRORS = {None: "unopened_block", 1: "unclosed_block", 2: ""}
-"""Number of the last group that matched in a format's pattern (`re.Match.lastindex`) -> error of the match."""
+"""Error of a block of calls, by `re.Match.lastindex` of the match of a format's pattern: 2 if the block has an end, 1
+if the block has no end, None for a tag outside of a block."""
 
 
 ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]

@@ -29,10 +29,10 @@ class Part:
     """A part of an episode: a context that grew with turns of the policy; becomes one training sample."""
 
     context: array[int]
-    """Token ids: as many ids of the group's prompt as the part begins with, then all ids so far. An array of type `I`
-    is fast to compare."""
+    """All token ids of the part so far, which begin with `shared` ids of the group's prompt. An array of type `I` is
+    fast to compare."""
     shared: int
-    """Number of the group's prompt tokens in `context`."""
+    """Number of tokens at the start of `context` that are also the start of the group's prompt."""
     pieces: list[RolloutArrays] = field(default_factory=list)
     """The policy's turns in order, and before each turn the environment's tokens, if any."""
     busy: bool = False
@@ -57,7 +57,7 @@ class Trace:
 
     @property
     def thinking(self) -> int:
-        """Number of thinking tokens in all turns; all tokens count of a turn in which thinking did not end."""
+        """Number of thinking tokens in all turns; in a turn in which thinking did not end, all tokens count."""
         return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     @property
@@ -71,7 +71,7 @@ class Trace:
 
     @contextlib.contextmanager
     def turn(self, context: list[int]) -> Iterator[Part]:
-        """A block in which the policy's turn after a context [N] is sampled; yields the part for `add`."""
+        """Context in which the caller samples the policy's turn after a context [N]; yields the part for `add`."""
         ids = array("I", context)
         idle = [part for part in self._parts if not part.busy and ids[: len(part.context)] == part.context]
         part = max(idle, key=lambda part: len(part.context), default=None)
@@ -85,7 +85,7 @@ class Trace:
             part.busy = False
 
     def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
-        """Append to a part the context's tokens behind the part, and then the policy's turn; returns the turn."""
+        """Append to a part the tokens of the context that the part lacks, and the policy's turn; returns the turn."""
         arrays = read(decoded.data)
         new_ids = context[len(part.context) :]
         if new_ids:

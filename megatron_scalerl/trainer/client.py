@@ -145,7 +145,7 @@ class TrainerClient:
                 completions = await read(numbers)
                 if len(completions) != len(numbers):
                     raise RuntimeError(
-                        f"step {plan.step}: {len(completions)} completions were read for {len(numbers)} samples"
+                        f"step {plan.step}: read() gave {len(completions)} completions for {len(numbers)} samples"
                     )
                 rank = self._holders[dp_rank]
                 self._awaited_ranks.add(rank)
