@@ -292,8 +292,8 @@ class RolloutGroup:
     """
 
     group_id: int
-    """Number of the group, from 0, in the order in which generation was started. No two groups on the way to a
-    checkpoint share a number."""
+    """Number of the group, from 0, in the order in which generation was started. All groups between the start of a
+    run and a checkpoint have different numbers."""
     prompt: Prompt
     completions: tuple[Completion, ...]
     """[G] completions, at least one; fewer than rollouts.group_size if completions were lost."""

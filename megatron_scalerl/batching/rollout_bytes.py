@@ -28,8 +28,8 @@ from megatron_scalerl.types import Completion, ExpertChoices, Int64, Part, Rollo
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBHIIIiIIHHQ")
-"""The header's fields: format, flags, E, T, V, F (lengths, as above), thinking_cut, seed, layers, topk, width, and
-number of bytes of expert choices."""
+"""The header's fields: format, flags, E, T, V, F (the lengths in the module's docstring), thinking_cut, seed, layers,
+topk, width, and number of bytes of expert choices."""
 _INTERRUPTED = 1
 _TRUNCATED = 2
 _FLOAT64 = 4
@@ -62,7 +62,7 @@ class RolloutArrays:
 
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
-    """The arrays of a rollout."""
+    """The fields of `rollout` as arrays. The rollout has no columns."""
     return RolloutArrays(
         token_ids=np.asarray(rollout.token_ids, "<u4"),
         rollout_logprobs=narrowest(np.asarray(rollout.rollout_logprobs, "<f8")),
@@ -86,7 +86,7 @@ def narrowest(values: np.ndarray) -> np.ndarray:
 
 
 def rollout_of(arrays: RolloutArrays) -> Rollout:
-    """The rollout that `arrays` describes."""
+    """The `Rollout` with the values of `arrays`, without columns."""
     return Rollout(
         token_ids=tuple(arrays.token_ids.tolist()),
         rollout_logprobs=tuple(arrays.rollout_logprobs.tolist()),

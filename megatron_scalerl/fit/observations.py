@@ -275,8 +275,8 @@ def initial_candidates(y: Array) -> list[float]:
     """Candidates for an unknown R_0, at most five: from the mean of the first points down to half of the run's rise
     below.
 
-    The low end is lowered by 1.5 standard errors of the first points' mean. If this exceeds 15 % of the rise, the
-    high end is raised as much.
+    The low end is lowered by 1.5 standard errors of the first points' mean. If 1.5 standard errors exceed 15 % of the
+    rise, the high end is raised as much.
     """
     width = min(3, max(len(y) // 4, 1))
     means = np.convolve(y, np.ones(width) / width, mode="valid")

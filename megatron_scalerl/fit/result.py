@@ -62,7 +62,7 @@ class FitResult:
     pass_rate: Array = field(repr=False)
     """[n_points] fitted pass rates."""
     posterior: Posterior = field(repr=False, compare=False)
-    """Posterior draws of the parameters, whose quantiles are the intervals."""
+    """Posterior draws of the parameters, from whose quantiles the intervals are made."""
     unit: str = "gpu_hours"
     """Unit of compute: a name such as "gpu_hours" or "steps", or the name of a column."""
 

@@ -29,7 +29,7 @@ THINK_END = "</think>"
 EOS = "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""Number of draws in succession without a new problem after which all problems of a level count as drawn."""
+"""Number of successive draws that all give known problems, after which all problems of a level count as drawn."""
 
 
 @record
