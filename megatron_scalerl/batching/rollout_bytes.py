@@ -251,7 +251,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     if flags & _EXPERTS:
         if width not in (1, 2) or not layers or not topk or expert_bytes % (width * layers * topk):
             raise ValueError(
-                f"rollout: {expert_bytes} bytes of expert choices do not divide by {layers} x {topk} x {width} bytes"
+                f"rollout: {expert_bytes} bytes of expert choices, no multiple of {layers} x {topk} x {width} bytes"
             )
         choices = ExpertChoices(
             layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] : starts[6]])

@@ -179,7 +179,7 @@ class Quantity:
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
             return rng.permutation(posterior)
-        assert mean is not None, "a pass rate at a compute is finite"
+        assert mean is not None, "the mean pass rate at the budget is not finite"
         return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:
@@ -329,7 +329,7 @@ def _compared_arms(
     """The compared arms, with differences to the reference of each arm.
 
     runs: [arms] fits of each arm's runs. reference_indices: [arms] the index of each arm's reference; arm 0 is the
-    reference of all arms.
+    reference of all arms. reach, level: the compute to the compared pass rate, and the pass rate at the budget.
     """
     ceilings, efficiencies, gaps = (
         _differences(quantity, runs, reference_indices) for quantity in (ASYMPTOTE, reach, level)

@@ -176,7 +176,7 @@ def _fit(
     lower, upper = intervals["asymptote"]
     if lower < upper < reached and checks.falling_tail(c, y) is None:  # lower equals upper if A is fixed
         intervals["asymptote"] = (lower, reached)
-        notes.append(f"the sigmoid does not describe this run: A lies below the measured {reached:.3f}")
+        notes.append(f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured")
     notes += checks.curve_warnings(
         c, y, exponent=parameters["exponent"], midpoint=parameters["midpoint"], posterior=posterior
     )
@@ -197,7 +197,7 @@ def _fit(
 
 def _assumed_start(y: Array) -> str:
     candidates = initial_candidates(y)
-    assumed = f"assumed between {candidates[0]:.3f} and {candidates[-1]:.3f}, around the first point or below"
+    assumed = f"the fit averages over R_0 = {candidates[0]:.3f} to {candidates[-1]:.3f}, near or below early points"
     return f"R_0 is missing: no pass rate at compute 0 was given; {assumed}"
 
 

@@ -198,7 +198,7 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end; None
-    if the run has not ended."""
+    if not measured yet."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
     if came is not None:
         title += f"; measured at the end: {came:.3f}"
