@@ -176,7 +176,7 @@ def _fit(
     lower, upper = intervals["asymptote"]
     if lower < upper < reached and checks.falling_tail(c, y) is None:  # lower equals upper if A is fixed
         intervals["asymptote"] = (lower, reached)
-        notes.append(f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured")
+        notes.append(f"the sigmoid does not describe this run: A lies below the measured level {reached:.3f}")
     notes += checks.curve_warnings(
         c, y, exponent=parameters["exponent"], midpoint=parameters["midpoint"], posterior=posterior
     )
