@@ -133,7 +133,8 @@ class ExpertChoices:
 
 @record
 class Part:
-    """Lengths of one sample of an episode that forked into several samples.
+    """Lengths of one sample of an episode that forked: where a context does not continue the earlier text, a new
+    sample begins.
 
     Example:
         >>> part = Part(tokens=5, sampled_tokens=2)

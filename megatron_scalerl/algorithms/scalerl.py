@@ -157,7 +157,8 @@ def reward_spread(groups: Sequence[RolloutGroup]) -> float:
 
 
 def centered_rewards(group: RolloutGroup) -> list[float]:
-    """[completions] rewards less the group's mean. Equal rewards give exact zeros, not the mean's rounding error."""
+    """The reward of each completion of the group, less the group's mean. Equal rewards give exact zeros, not the
+    mean's rounding error."""
     rewards = [score.reward for score in group.scores]
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)

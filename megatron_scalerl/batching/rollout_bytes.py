@@ -121,7 +121,8 @@ def facts_of(arrays: RolloutArrays) -> Completion:
 
 
 def turn_numbers(samples: Sequence[RolloutArrays]) -> list[np.ndarray]:
-    """[samples][T] turn number of each policy token, from 0; -1 for the environment's tokens.
+    """For each sample, [T] the number of the policy's turn to which each token belongs, from 0; -1 for the
+    environment's tokens.
 
     samples: the samples of an episode of `reset` and `step`, in order.
     """

@@ -13,7 +13,7 @@ FEW_POINTS = 8
 STEEP = 6.0
 """Exponent B above which a warning calls the curve a step."""
 SMALL_DROP = 0.005
-"""Change of the pass rate up to which a rise, a drop or a distance from R_0 is ignored."""
+"""Largest rise or fall of the pass rate, and largest distance below R_0, that the checks ignore."""
 PLATEAU_GAIN = 0.02
 """Forecast rise of the pass rate above which a warning is given if the run's last points do not rise."""
 TRUNCATION_LIMIT = 0.10

@@ -61,7 +61,8 @@ class ColumnOptions:
     score_range: tuple[float, float] | None = None
     """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
     hours_per_step: float | None = None
-    """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
+    """GPU-hours per step: compute = steps x this constant, as in Khatri et al. (2025). None: the compute column is
+    not multiplied."""
 
 
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:

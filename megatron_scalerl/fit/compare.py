@@ -38,7 +38,8 @@ UNKNOWN_VARIANCE = 1e6
 """Variance used in place of infinity for the compute to a pass rate, if many posterior draws never reach the pass
 rate."""
 LEAST_VARIANCE = 1e-12
-"""Lower bound of a run's variance, needed where all runs, and all draws of the fits, are equal."""
+"""Lower bound of a run's variance. Without the bound, equal runs with equal draws of each fit would lead to a
+division by 0."""
 LARGEST_LOG = 100.0
 """Logarithm above which the end of an interval counts as infinite. A variance of `UNKNOWN_VARIANCE` leads to such an
 end."""

@@ -20,9 +20,9 @@ from megatron_scalerl.fit.sigmoid import Array, gain_share
 FIT_FROM = 1500.0
 """Compute (GPU-hours) below which the paper's authors leave points out: the first epoch rises almost linearly."""
 ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
-"""The grid over A."""
+"""Values of A in the paper's grid."""
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
-"""The two grids over C_mid, in GPU-hours."""
+"""Values of C_mid (GPU-hours) in the two grids that are tried."""
 MIDPOINT_REFERENCE = 8000.0
 """Length of a run (GPU-hours) that `MIDPOINTS` suit. For a run of at most `FIT_FROM` or at least 400,000 the grids
 are scaled."""

@@ -34,18 +34,19 @@ NEGLIGIBLE = 1e-5
 
 @record
 class Posterior:
-    """Draws of the parameters of one run, and the distribution of new measurements."""
+    """Draws of the parameters of one run, and the distribution of new measurements. [draws]: one value for each
+    draw."""
 
     observations: Observations
     discrepancies: tuple[Discrepancy, ...]
     asymptote: Array
-    """[draws] A."""
+    """[draws] asymptote A."""
     exponent: Array
-    """[draws] B."""
+    """[draws] exponent B."""
     log_midpoint: Array
     """[draws] log(C_mid / `observations.scale`)."""
     initial: Array
-    """[draws] R_0."""
+    """[draws] pass rate R_0 before RL."""
     noise_variance: Array
     """[draws] noise variance of a measured point whose `Observations.spread` is 1."""
     hypothesis: Index

@@ -38,7 +38,7 @@ HIGHEST = 0.999
 
 @record
 class Size:
-    """The runs of one policy size."""
+    """One policy size, with the results of all runs of this size."""
 
     parameters: float
     """Number of parameters N, in the unit of --across-sizes."""

@@ -81,7 +81,7 @@ class RunReport:
     curve: Curve
     """All points of the run."""
     fit: FitResult
-    """The fit of the points in the window."""
+    """The fit of the points from --fit-from to --fit-until."""
     predictions: tuple[Prediction, ...]
     """Forecasts at the computes of --predict."""
     decision: Decision
