@@ -200,8 +200,8 @@ def _failed(error: BaseException, code: int) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """The command and its parsed arguments. Overrides may stand before, between and after options, unlike in
-    argparse.
+    """The command and its parsed arguments. Overrides of the recipe (KEY=VALUE) may stand before, between and after
+    options, which argparse alone does not allow.
 
     Raises SystemExit for unknown arguments.
     """

@@ -133,7 +133,8 @@ class ExpertChoices:
 
 @record
 class Part:
-    """Lengths of one sample of an episode that forked into several samples.
+    """Lengths of one sample of an episode that forked: where a context does not continue the earlier text, a new
+    sample begins.
 
     Example:
         >>> part = Part(tokens=5, sampled_tokens=2)
@@ -292,8 +293,8 @@ class RolloutGroup:
     """
 
     group_id: int
-    """Number of the group, from 0, in the order in which generation was started. No two groups on the way to a
-    checkpoint share a number."""
+    """Number of the group, from 0, in the order in which generation was started. All groups between the start of a
+    run and a checkpoint have different numbers."""
     prompt: Prompt
     completions: tuple[Completion, ...]
     """[G] completions, at least one; fewer than rollouts.group_size if completions were lost."""

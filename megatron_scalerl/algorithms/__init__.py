@@ -63,7 +63,8 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
 
 
 def _number(key: str, text: str) -> float:
-    """The number in a text: YAML reads 1e-3 as a text. Raises ValueError for any other text."""
+    """The number that `text` states, since YAML reads 1e-3 as a text. Raises ValueError, naming `key`, for a text
+    that is no number."""
     try:
         return float(text)
     except ValueError:

@@ -74,12 +74,12 @@ class ScaleRL:
     defaults."""
 
     async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
-        """[samples] for each sample a mapping from column name to [tokens] values.
+        """For each of `samples`, a mapping from each column's name to the values of the sample's tokens.
 
         samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
         has several (`Completion.samples`). The verifier has scored the completions already; this method alone may ask
-        a judge, a teacher or a reference policy. Validations are scored by the verifier alone. A call that raises or
-        takes ten minutes is repeated up to four times; then the run ends.
+        a judge, a teacher or a reference policy. Validations are scored by the verifier alone. The controller repeats
+        a call that raises or takes ten minutes, up to four times, and then ends the run.
         """
         raise NotImplementedError(f"{type(self).__name__} has `columns` {self.columns}, but defines no `score`")
 
@@ -109,9 +109,10 @@ class ScaleRL:
         return "all_correct" if True in correct else "all_incorrect"
 
     def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
-        """[groups][completions] advantage: reward less the group's mean, divided by a standard deviation (eq. 2).
+        """For each group, each completion's advantage: reward less the group's mean, divided by a standard deviation
+        (eq. 2).
 
-        `normalize` says whose deviation divides: the batch's or the group's; with "none", nothing divides.
+        The standard deviation is the batch's or the group's, as `normalize` says; with "none" nothing is divided.
         """
         centered = [centered_rewards(group) for group in groups]
         if self.normalize == "none":
@@ -123,7 +124,7 @@ class ScaleRL:
         return [_divided(values, statistics.pstdev(values)) for values in centered]
 
     def weights(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
-        """[groups][completions] weight of each loss-mask token in the summed loss.
+        """For each completion of each group, the weight of each loss-mask token in the summed loss.
 
         groups: the groups that remain after filtering; the number of groups is N_eff (section 3.2).
         """
@@ -156,7 +157,8 @@ def reward_spread(groups: Sequence[RolloutGroup]) -> float:
 
 
 def centered_rewards(group: RolloutGroup) -> list[float]:
-    """[completions] rewards less the group's mean. Equal rewards give exact zeros, not the mean's rounding error."""
+    """The reward of each completion of the group, less the group's mean. Equal rewards give exact zeros, not the
+    mean's rounding error."""
     rewards = [score.reward for score in group.scores]
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)

@@ -28,8 +28,8 @@ from megatron_scalerl.types import Completion, ExpertChoices, Int64, Part, Rollo
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBHIIIiIIHHQ")
-"""The header's fields: format, flags, E, T, V, F (lengths, as above), thinking_cut, seed, layers, topk, width, and
-number of bytes of expert choices."""
+"""The header's fields: format, flags, E, T, V, F (the lengths in the module's docstring), thinking_cut, seed, layers,
+topk, width, and number of bytes of expert choices."""
 _INTERRUPTED = 1
 _TRUNCATED = 2
 _FLOAT64 = 4
@@ -62,7 +62,7 @@ class RolloutArrays:
 
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
-    """The arrays of a rollout."""
+    """The fields of `rollout` as arrays. The rollout has no columns."""
     return RolloutArrays(
         token_ids=np.asarray(rollout.token_ids, "<u4"),
         rollout_logprobs=narrowest(np.asarray(rollout.rollout_logprobs, "<f8")),
@@ -86,7 +86,7 @@ def narrowest(values: np.ndarray) -> np.ndarray:
 
 
 def rollout_of(arrays: RolloutArrays) -> Rollout:
-    """The rollout that `arrays` describes."""
+    """The `Rollout` with the values of `arrays`, without columns."""
     return Rollout(
         token_ids=tuple(arrays.token_ids.tolist()),
         rollout_logprobs=tuple(arrays.rollout_logprobs.tolist()),
@@ -121,7 +121,8 @@ def facts_of(arrays: RolloutArrays) -> Completion:
 
 
 def turn_numbers(samples: Sequence[RolloutArrays]) -> list[np.ndarray]:
-    """[samples][T] turn number of each policy token, from 0; -1 for the environment's tokens.
+    """For each sample, [T] the number of the policy's turn to which each token belongs, from 0; -1 for the
+    environment's tokens.
 
     samples: the samples of an episode of `reset` and `step`, in order.
     """
@@ -251,7 +252,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     if flags & _EXPERTS:
         if width not in (1, 2) or not layers or not topk or expert_bytes % (width * layers * topk):
             raise ValueError(
-                f"rollout: {expert_bytes} bytes of expert choices do not divide by {layers} x {topk} x {width} bytes"
+                f"rollout: {expert_bytes} bytes of expert choices, no multiple of {layers} x {topk} x {width} bytes"
             )
         choices = ExpertChoices(
             layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] : starts[6]])

@@ -1,8 +1,9 @@
 """Runs grouped by recipe: an arm is a recipe with its runs, which differ in the seed alone.
 
 A run folder's recipe.yaml holds the settings of the run. A setting that an older version of the package did not have
-yet counts with the value that this version used. Runs of one recipe may differ in `IGNORED_SETTINGS`: the seed, names
-and folders, the files of task and policy, the length of a run, the schedule of validations, limits of time.
+yet, and so did not write, counts with the default of the present version. Runs of one recipe may differ in
+`IGNORED_SETTINGS`: the seed, names and folders, the files of task and policy, the length of a run, the schedule of
+validations, limits of time.
 """
 
 import json
@@ -16,7 +17,7 @@ from megatron_scalerl.fit.formatting import shortened
 from megatron_scalerl.record import record
 
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
-"""Settings that name the policy and the task that runs start with."""
+"""Settings with the paths of the policy that a run starts from, and of the prompts."""
 IGNORED_SETTINGS = (
     *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
     *("policy.digest", "rewards.workers", "rewards.concurrency", "rollouts.decoders", "trainer.micro_batch_tokens"),
@@ -26,7 +27,8 @@ IGNORED_SETTINGS = (
 )
 """Settings and sections in which runs of one recipe may differ, besides keys ending in timeout_s or max_restarts."""
 SEED_LABEL = "(?:seed|s)?"
-"""Pattern of the text before the number of a seed in a run's name, as in `dapo_seed1`."""
+"""Pattern of the word before the seed's number at the end of a run's name: `seed` in `dapo_seed1`, `s` in
+`dapo_s1`."""
 MAX_DIFFERENCES_LENGTH = 200
 """Largest number of characters of the text that `differences` returns."""
 
@@ -42,7 +44,8 @@ class Arm:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if no recipe is known."""
+        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty for runs without a
+        recipe.yaml."""
         return _recipe(self.curves[0])
 
 
@@ -50,8 +53,9 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
     """Group runs into arms, in the order of the first run of each arm; an arm's runs are sorted by seed.
 
     A run with an arm's name (`Curve.arm`), such as a run of a study, belongs to the arm of this name. If two runs of
-    one recipe share a seed, the runs are divided by the files of task and policy, and then by the part of the runs'
-    names before the seed. A run without a recipe is a separate arm, unless the run's table has a column for the seed.
+    one recipe share a seed, the recipe's runs are divided by the paths of policy and prompts (`START`). If two runs
+    of a part still share a seed, this part is divided by the runs' names without the seed. A run without a recipe is
+    a separate arm, unless the run's table has a column for the seed.
     """
     groups = _split(_split(_split([curves], _key), _start, _has_repeated_seed), _stem, _names_end_with_seed)
     arms = []
@@ -75,7 +79,8 @@ def _split(
     key: Callable[[Curve], str],
     divisible: Callable[[Sequence[Curve]], bool] = bool,
 ) -> list[list[Curve]]:
-    """The groups, after each group for which `divisible` is true has been split by `key`."""
+    """Split each group for which `divisible(group)` is true into groups of runs with equal `key(run)`, and keep all
+    further groups as given."""
     parts = defaultdict[Any, list[Curve]](list)
     for number, group in enumerate(groups):
         divide = divisible(group)
@@ -94,8 +99,8 @@ def _names_end_with_seed(group: Sequence[Curve]) -> bool:
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """The arm's settings that differ from the reference's, such as `loss.name: dapo`; empty if a recipe is
-    unknown."""
+    """The arm's settings that differ from the reference's, such as `loss.name: dapo`; empty if either arm has no
+    recipe.yaml."""
     recipe = arm.recipe
     reference_recipe = reference.recipe
     if not recipe or not reference_recipe:
@@ -106,7 +111,8 @@ def differences(arm: Arm, reference: Arm) -> str:
 
 
 def is_ignored_setting(key: str) -> bool:
-    """Whether runs that differ in this setting count as runs of one recipe; true for `trainer.micro_batch_tokens`."""
+    """Whether runs may differ in the setting `key` and still belong to one recipe, as with
+    `trainer.micro_batch_tokens`."""
     return key.endswith(("timeout_s", "max_restarts")) or _within(key, IGNORED_SETTINGS)
 
 
@@ -161,5 +167,6 @@ def _name(group: Sequence[Curve]) -> str:
 
 
 def _stem(curve: Curve, label: str = SEED_LABEL) -> str:
-    """The run's name without the seed."""
+    """The run's name without the seed at the end: `dapo` for `dapo_seed1`. label: pattern of the word before the
+    seed."""
     return re.sub(rf"[-_/ ]*{label}[-_]?{curve.seed}$", "", curve.name)

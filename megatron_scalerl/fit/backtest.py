@@ -28,11 +28,11 @@ class BacktestPoint:
     compute: float
     """Compute at the end of the prefix, in the run's unit."""
     n_points: int
-    """Number of fitted points."""
+    """Number of the prefix's points that were fitted."""
     forecast: Prediction
-    """Forecast of the mean of the last points."""
+    """Forecast of the mean pass rate of the run's last `LAST_POINTS` points."""
     asymptote: float
-    """Asymptote A by the fit of the prefix."""
+    """Asymptote A of the sigmoid that was fitted to the prefix."""
 
 
 @record
@@ -48,11 +48,12 @@ class Backtest:
     points: tuple[BacktestPoint, ...]
     """One forecast for each prefix, the shortest prefix first."""
     fall: Fall | None = None
-    """The fall of the pass rate after a peak, sought in all points of the run; None without a fall."""
+    """The fall of the pass rate after a peak, found in all points of the run; None if the run does not fall."""
 
     @property
     def settled_from(self) -> float | None:
-        """Smallest compute from which every forecast is right within `MARGIN`; None if the last forecast is wrong."""
+        """Compute at the end of the first prefix from which on every forecast is right within `MARGIN`; None if the
+        last forecast is wrong."""
         settled = None
         for point in reversed(self.points):
             if abs(point.forecast.pass_rate - self.final_pass_rate) > MARGIN:
@@ -92,8 +93,8 @@ def backtest(
     """From every prefix of `curve` that ends before the last `LAST_POINTS` points, forecast the mean of the last
     points.
 
-    A prefix with fewer than `MIN_POINTS` points in the window is skipped.
-    Raises ValueError if the run is too short for any prefix.
+    Points of less compute than `fit_from` are not fitted. A prefix with fewer than `MIN_POINTS` fitted points is
+    skipped. Raises ValueError if no prefix is long enough.
     """
     compute = curve.compute
     usable = np.flatnonzero(compute >= (fit_from or 0.0))

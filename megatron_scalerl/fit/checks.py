@@ -13,7 +13,7 @@ FEW_POINTS = 8
 STEEP = 6.0
 """Exponent B above which a warning calls the curve a step."""
 SMALL_DROP = 0.005
-"""Change of the pass rate up to which a rise, a drop or a distance from R_0 is ignored."""
+"""Largest rise or fall of the pass rate, and largest distance below R_0, that the checks ignore."""
 PLATEAU_GAIN = 0.02
 """Forecast rise of the pass rate above which a warning is given if the run's last points do not rise."""
 TRUNCATION_LIMIT = 0.10
@@ -76,7 +76,8 @@ def curve_warnings(
 
 
 def highest_level(pass_rate: Array) -> float:
-    """The level that a run has reached: highest mean of 3 successive points; highest point of fewer than 6 points."""
+    """The level that a run has reached: the highest mean of 3 successive points, or the highest point of fewer than
+    6."""
     width = 3 if len(pass_rate) >= 6 else 1
     return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
 
@@ -85,7 +86,7 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
     """Forecast rise of the pass rate up to twice the compute, for a run whose last points do not rise.
 
     The last points are the last third of all points, and at least six. None if the last points rise, if the forecast
-    rises by at most `PLATEAU_GAIN`, or if there are too few points.
+    rises by at most `PLATEAU_GAIN`, or if there are fewer than nine points.
     """
     last = pass_rate[-max(len(pass_rate) // 3, 6) :]
     half = len(last) // 2
@@ -101,7 +102,8 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
 
 
 def below_initial(pass_rate: Array, initial: float) -> bool:
-    """Whether most points lie clearly below R_0: the run got worse, or R_0 belongs to another run."""
+    """Whether most points lie more than `SMALL_DROP` below R_0: the run got worse, or R_0 was measured on another
+    run."""
     return bool(np.mean(pass_rate < initial - SMALL_DROP) > 0.5)
 
 

@@ -34,8 +34,8 @@ _IDENTITY = re.compile(
     r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
     r"|variant|condition|config"
 )
-"""Pattern of the name of a column that identifies a run: rows with one value are one run, if every value has a few
-rows."""
+"""Pattern of the name of a column that identifies a run: rows with equal values belong to one run, if there are at
+least `FEW_ROWS` rows per value on average."""
 _RECORD = re.compile(
     r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
     r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
@@ -61,7 +61,8 @@ class ColumnOptions:
     score_range: tuple[float, float] | None = None
     """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
     hours_per_step: float | None = None
-    """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
+    """GPU-hours per step: compute = steps x this constant, as in Khatri et al. (2025). None: the compute column is
+    not multiplied."""
 
 
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
@@ -172,7 +173,8 @@ def identity_columns(table: TableFile, rows_each: int) -> list[str]:
 
 
 def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
-    """(column, factor, unit) of the compute. The factor is 1, or the hours per step for a column of steps."""
+    """(column, factor, unit) of the compute. The compute is the column's number times the factor: the value of
+    --hours-per-step for a column of steps, else 1."""
     measured = [row for row in table.rows if _has_number(row[1], score)]
     hours = options.hours_per_step
     if options.compute is None:
@@ -194,7 +196,10 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
 
 
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
-    """The compute column of the rows that have a score. steps: prefer steps. Raises ValueError if none is found."""
+    """The compute column of the rows that have a score. steps: prefer a column of steps.
+
+    Raises ValueError if no column's name looks like a compute.
+    """
     names = _axes(table)
     # --hours-per-step multiplies steps, so a column of steps goes before any other axis
     names = (steps and [c for c in names if unit_of(c) == "steps"]) or names

@@ -146,7 +146,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read(options: argparse.Namespace) -> list[Curve]:
-    """Read the curves of all inputs. Options for validation size and R_0 replace values in the files."""
+    """Read the curves of all inputs. The options --r0, --prompts and --generations replace values in the files."""
     series = []
     for pair in options.series:
         column, equals, value = pair.partition("=")
@@ -180,7 +180,8 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
-    """Where runs share a name, prefix the name of each run's folder; number names that are still equal."""
+    """If several runs have one name, put the name of the folder that contains each run before the name. Names that
+    are still equal get numbers."""
     names = [curve.name for curve in curves]
     for n, name in enumerate(tuple(names)):
         if names.count(name) > 1:
@@ -219,7 +220,8 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
 
 
 def _numbers(text: str | None, option: str) -> list[float]:
-    """The finite numbers of an option; empty for an absent option."""
+    """The numbers, separated by commas, in the value `text` of an option; empty if the option is not given. Raises
+    ValueError if a part is not a finite number."""
     if text is None:
         return []
     try:

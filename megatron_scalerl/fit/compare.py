@@ -35,9 +35,11 @@ SHARE_OF_GAIN = 0.8
 ERROR = 0.05
 """Family-wise error rate: probability that a comparison declares any difference although there is none."""
 UNKNOWN_VARIANCE = 1e6
-"""Variance that stands for infinity, for a compute to a pass rate that many posterior draws never reach."""
+"""Variance used in place of infinity for the compute to a pass rate, if many posterior draws never reach the pass
+rate."""
 LEAST_VARIANCE = 1e-12
-"""Lower bound of a run's variance, needed where all runs, and all draws of the fits, are equal."""
+"""Lower bound of a run's variance. Without the bound, equal runs with equal draws of each fit would lead to a
+division by 0."""
 LARGEST_LOG = 100.0
 """Logarithm above which the end of an interval counts as infinite. A variance of `UNKNOWN_VARIANCE` leads to such an
 end."""
@@ -144,7 +146,8 @@ class Quantity:
     """A number computed from a sigmoid's parameters, and the scale on which recipes are compared by the number."""
 
     formula: Callable[[Mapping[str, Any]], Any]
-    """Function from the sigmoid's parameters, each a number or [draws], to the number or [draws] of the number."""
+    """Function that computes the number from the sigmoid's parameters (name -> value). From parameters [draws] the
+    function computes numbers [draws]."""
     scaled: Callable[[Any], Any] = np.log
     """Function that maps a number, or [n] numbers, to the compared scale: the logarithm of a positive number."""
     back: Callable[[float], float] = math.exp
@@ -158,7 +161,7 @@ class Quantity:
         return mean_of(values, np.array([self._variance(fit) for fit in fits]))
 
     def estimate(self, fits: Fits) -> Estimate:
-        """The mean over the runs with a 90 % interval over seeds; the geometric mean on a logarithmic scale.
+        """The mean over the runs with a 90 % interval over seeds; for a logarithmic scale the geometric mean.
 
         For a single run, the run's number with the interval of the fit. inf if the number of any run is inf.
         """
@@ -177,7 +180,7 @@ class Quantity:
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
             return rng.permutation(posterior)
-        assert mean is not None, "a pass rate at a compute is finite"
+        assert mean is not None, "the mean pass rate at the budget is not finite"
         return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:
@@ -209,7 +212,8 @@ def level_at(compute: float) -> Quantity:
 
 
 def _interval_end(end: float) -> float:
-    """`end`, the end of an interval of a logarithm; infinite, with the sign of `end`, beyond `LARGEST_LOG`."""
+    """`end`, one end of an interval on the compared scale, or inf with the sign of `end` if |end| exceeds
+    `LARGEST_LOG`."""
     return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
 
 
@@ -228,7 +232,8 @@ class ComparedArm:
     seeds: tuple[int | None, ...]
     """[runs] seeds of `fits`; None where unknown."""
     asymptote: Estimate
-    """Mean A. The intervals of `asymptote` to `level` are over seeds; for a single run, intervals of the fit."""
+    """Mean A. The intervals of this field and of the next four are over seeds; for a single run, intervals of the
+    fit."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
@@ -240,11 +245,12 @@ class ComparedArm:
     best: float
     """Probability that the level at the budget is the highest of all arms."""
     ceiling: Difference | None
-    """A minus the A of the reference; None for the reference."""
+    """A minus the A of the arm's reference; None for the reference of all arms."""
     efficiency: Difference | None
-    """Log of the ratio of `to_reach` to the reference's `to_reach`; None if a run never reaches the pass rate."""
+    """Log of the ratio of `to_reach` to the reference's `to_reach`; None for the reference of all arms, and if a run
+    of the arm or the reference never reaches the pass rate."""
     gap: Difference | None
-    """Level at the budget minus the level of the reference."""
+    """Level at the budget minus the level of the arm's reference; None for the reference of all arms."""
 
     @property
     def runs(self) -> int:
@@ -260,10 +266,11 @@ class ComparedArm:
 
 @record
 class Comparison:
-    """Comparison of recipes by the numbers in Fig. 4 of Khatri et al. (2025)."""
+    """Comparison of recipes by A, B, C_mid, compute to one pass rate and pass rate at a budget (see Khatri et al.
+    2025, Fig. 4)."""
 
     arms: tuple[ComparedArm, ...]
-    """The arms, the reference first. An arm whose runs all fall is left out."""
+    """The compared arms; the reference of all arms comes first. An arm whose runs all fall is left out."""
     falling: Mapping[str, tuple[str, ...]]
     """Name of an arm -> names of the falling runs, which are left out."""
     pass_rate: float
@@ -323,7 +330,7 @@ def _compared_arms(
     """The compared arms, with differences to the reference of each arm.
 
     runs: [arms] fits of each arm's runs. reference_indices: [arms] the index of each arm's reference; arm 0 is the
-    reference of all arms.
+    reference of all arms. reach, level: the compute to the compared pass rate, and the pass rate at the budget.
     """
     ceilings, efficiencies, gaps = (
         _differences(quantity, runs, reference_indices) for quantity in (ASYMPTOTE, reach, level)
@@ -373,9 +380,10 @@ def _without_falling(
 def _ordered_arms(
     arms: Sequence[Arm], all_arms: Sequence[Arm], references: Sequence[str]
 ) -> tuple[list[Arm], list[int]]:
-    """(the arms, the reference of all arms first; the index of each arm's reference).
+    """(`arms` with the reference of all arms first, [arms] index of each arm's reference).
 
-    all_arms: arms that `references` may name. The reference of all arms replaces a reference whose runs all fall.
+    references: NAME for the reference of all arms, ARM=NAME for the reference of one arm; NAME is in `all_arms`. For
+    a reference whose runs all fall, the reference of all arms is taken.
     """
     reference_names = {}
     for text in references:
@@ -390,7 +398,7 @@ def _ordered_arms(
 
 
 def _name_of(arms: Sequence[Arm], name: str) -> str:
-    """The arm with this name, or with a run of this name."""
+    """The name of the arm that has this name or a run of this name. Raises ValueError if there is no such arm."""
     for arm in arms:
         if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
@@ -402,7 +410,8 @@ def _name_of(arms: Sequence[Arm], name: str) -> str:
 def _differences(quantity: Quantity, arms: Sequence[Fits], reference_indices: Sequence[int]) -> dict[int, Difference]:
     """Index of an arm -> difference to the arm's reference, p adjusted for the number of differences.
 
-    The result lacks the first arm, and each arm where the mean of the arm or of the reference is None.
+    The result lacks arm 0, the reference of all arms, and each arm where the mean of the arm or of the arm's
+    reference is None.
     """
     means = [quantity.mean(fits) for fits in arms]
     by_arm = {}

@@ -42,7 +42,7 @@ class Curve:
     unit: str = "gpu_hours"
     """Unit of compute: a name such as "gpu_hours" or "steps", or the name of a column."""
     notes: tuple[str, ...] = ()
-    """Corrections made while reading, one sentence each."""
+    """Corrections made while reading, such as rows that were left out, one sentence each."""
     read: str = ""
     """One line on the input: name, layout, columns, points; "" for points that were not read from a file."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
@@ -50,8 +50,8 @@ class Curve:
     seed: int | None = None
     """Seed of the run, from the recipe or from the column seed of a table."""
     arm: str | None = None
-    """Name shared by the seeds of one recipe: the values of --series without the seed, in a study the recipe's name;
-    None elsewhere."""
+    """Name of the run's recipe, equal for all seeds: in a study the recipe's name, for a table with --series the
+    values of the columns other than seed; else None."""
 
     @property
     def completions(self) -> Array | None:

@@ -47,7 +47,7 @@ class Decision:
     budget: float
     """Further compute for which the gain is forecast, in the run's unit; default: the compute spent so far."""
     gain: Estimate
-    """Gain in the true pass rate from the largest fitted compute on, over `budget`."""
+    """Gain in the pass rate, without measurement noise, from the largest fitted compute to `budget` beyond."""
     worth: float
     """Smallest gain in pass rate that justifies the budget."""
     probability: float
@@ -100,7 +100,8 @@ def decide(
 
 
 def gain_draws(fit: FitResult, start: float, end: float) -> Array:
-    """[draws] gain in the true pass rate, discrepancy included, between two computes."""
+    """[draws] gain from compute `start` to compute `end` in the pass rate without measurement noise: the sigmoid plus
+    the run's deviation from the sigmoid."""
     mean, variance = fit.posterior.true_pass_rate(np.array([start, end]))
     noise = np.random.default_rng([fit.posterior.seed, 2]).standard_normal(len(mean))
     end_rate = mean[:, 1] + np.sqrt(variance[:, 1]) * noise
@@ -108,7 +109,7 @@ def gain_draws(fit: FitResult, start: float, end: float) -> Array:
 
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
-    """The 90 % interval of draws [n], which may be inf, around `value`; default: the median of the draws."""
+    """`value` (default: the median of the draws) with the 90 % interval of the draws [n]. Draws may be inf."""
     # method "nearest" takes one of the draws; interpolation between a finite draw and inf would give inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     if value is None:

@@ -176,7 +176,7 @@ def _fit(
     lower, upper = intervals["asymptote"]
     if lower < upper < reached and checks.falling_tail(c, y) is None:  # lower equals upper if A is fixed
         intervals["asymptote"] = (lower, reached)
-        notes.append(f"the sigmoid does not describe this run: A lies below the measured {reached:.3f}")
+        notes.append(f"the sigmoid does not describe this run: A lies below the measured level {reached:.3f}")
     notes += checks.curve_warnings(
         c, y, exponent=parameters["exponent"], midpoint=parameters["midpoint"], posterior=posterior
     )
@@ -197,14 +197,14 @@ def _fit(
 
 def _assumed_start(y: Array) -> str:
     candidates = initial_candidates(y)
-    assumed = f"assumed between {candidates[0]:.3f} and {candidates[-1]:.3f}, around the first point or below"
+    assumed = f"the fit averages over R_0 = {candidates[0]:.3f} to {candidates[-1]:.3f}, near or below early points"
     return f"R_0 is missing: no pass rate at compute 0 was given; {assumed}"
 
 
 def _window(
     c: Array, method: str, lower_bound: float | None, upper_bound: float | None
 ) -> tuple[NDArray[np.bool_], list[str]]:
-    """([n] whether a point lies in the window, notes on the window)."""
+    """(bool [n], True for a point whose compute lies in the window; notes for the user on the window)."""
     notes = []
     in_window = c >= (lower_bound or 0.0)
     if upper_bound is not None:
@@ -220,7 +220,8 @@ def _window(
 
 
 def _central_parameters(posterior: Posterior) -> dict[str, float]:
-    """A, B, C_mid and R_0 of one curve: the median A, with the mean B and C_mid of the draws near the median A."""
+    """A, B, C_mid and R_0 of the reported sigmoid. A is the median of the draws. B and C_mid are geometric means over
+    the tenth of the draws whose A is nearest to the median. R_0 is the given R_0, or else the median of the draws."""
     a = float(np.median(posterior.asymptote))
     near = np.argsort(np.abs(posterior.asymptote - a), kind="stable")[: max(len(posterior.asymptote) // 10, 1)]
     initial = float(np.median(posterior.initial))

@@ -122,7 +122,8 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
 
 
 def unconfirmed(row: Mapping[str, Any]) -> str:
-    """The reason why the second judge does not confirm the pass rate of a row of validation.jsonl, or ""."""
+    """A warning if the second judge confirms too small a share of the correct answers in a row of validation.jsonl
+    (less than `confirmed_least`); else ""."""
     share = row.get("confirmed_share")
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
@@ -228,7 +229,8 @@ def _further(table: TableFile, columns: list[str]) -> list[str]:
 
 
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
-    """(points, texts on skipped rows and converted values). compute, score: columns of a point's numbers."""
+    """(points, texts on skipped rows and converted values). compute, score: names of the columns with a point's
+    compute and pass rate."""
     points = []
     for row in table.rows:
         x = _number(table, row, compute)

@@ -18,7 +18,8 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
 SHARES = (0.2, 1.0)
-"""Bounds of a measured noise variance of one completion, as shares of p (1 - p) for a pass rate p."""
+"""Lowest and highest noise variance of one completion, as shares of p (1 - p) for a pass rate p. A measured variance
+is clipped to this range."""
 LEAST_BINOMIAL = 0.001
 """Lower bound of p (1 - p), so that a validation whose completions are all right by chance has noise."""
 NEIGHBORS = 5
@@ -271,9 +272,11 @@ def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, 
 
 
 def initial_candidates(y: Array) -> list[float]:
-    """Five candidates for an unknown R_0, between the first points' mean and half of the run's rise below this mean.
+    """Candidates for an unknown R_0, at most five: from the mean of the first points down to half of the run's rise
+    below.
 
-    Considerable noise of the first points widens the range on either side by 1.5 standard errors.
+    The low end is lowered by 1.5 standard errors of the first points' mean. If 1.5 standard errors exceed 15 % of the
+    rise, the high end is raised as much.
     """
     width = min(3, max(len(y) // 4, 1))
     means = np.convolve(y, np.ones(width) / width, mode="valid")

@@ -77,7 +77,7 @@ class Projection:
 
     outlook: Outlook
     path: tuple[Prediction, ...]
-    """`PATH_POINTS` forecasts at equal distances, from the compute of the last validation to the end of the run."""
+    """`PATH_POINTS` forecasts at equal distances of compute, from the last validation to the end of the run."""
 
 
 @record
@@ -99,8 +99,8 @@ class RunFit:
 def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:
     """Fit the validations of a run of `steps` steps, which may be over.
 
-    None if R_0 is missing or 1, and for fewer than `MIN_POINTS` rows to fit.
-    Raises ValueError for rows that cannot be fitted.
+    None if there is no row of step 0, whose pass rate is R_0, if R_0 is 1, and for fewer than `MIN_POINTS` rows to
+    fit. Raises ValueError for rows that cannot be fitted.
     """
     latest = {}
     for number, row in enumerate(rows, 1):

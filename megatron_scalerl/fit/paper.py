@@ -20,11 +20,12 @@ from megatron_scalerl.fit.sigmoid import Array, gain_share
 FIT_FROM = 1500.0
 """Compute (GPU-hours) below which the paper's authors leave points out: the first epoch rises almost linearly."""
 ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
-"""The grid over A."""
+"""Values of A in the paper's grid."""
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
-"""The two grids over C_mid, in GPU-hours."""
+"""Values of C_mid (GPU-hours) in the two grids that are tried."""
 MIDPOINT_REFERENCE = 8000.0
-"""Length of a run (GPU-hours) that `MIDPOINTS` suit; for another order of magnitude the grids are scaled."""
+"""Length of a run (GPU-hours) that `MIDPOINTS` suit. For a run of at most `FIT_FROM` or at least 400,000 the grids
+are scaled."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
 """Values of B for which sums of squares are tabulated before `curve_fit` runs."""
 _CANDIDATES = 60
@@ -36,8 +37,8 @@ def fit_paper(
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Fit points [n] by the authors' procedure; R_0 = `initial` is held fixed.
 
-    fixed_asymptote: the only A of the grid; None for the grid of the paper.
-    Returns (asymptote, exponent and midpoint of the best cell, the lowest and highest C_mid that was tried).
+    fixed_asymptote: the only A of the grid; None for the grid of the paper. Returns (asymptote, exponent and midpoint
+    of the best fit, by name; lowest and highest C_mid that was tried).
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     # a run whose last compute is between 1.5k and 400k is taken to be in GPU-hours, the unit of the paper's grids
@@ -86,7 +87,7 @@ def best_cell(
 
 
 def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array) -> Array:
-    """[A, C_mid] smallest sum of squares over `_EXPONENTS`. The sum is quadratic in A for each (C_mid, B)."""
+    """[A, C_mid] for each pair, the smallest sum of squared residuals over the exponents B in `_EXPONENTS`."""
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]

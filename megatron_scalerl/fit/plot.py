@@ -83,7 +83,7 @@ def plot_forecast(
 
 
 def title_of(runs: Sequence[FitResult]) -> str:
-    """The run's name, or the number of runs."""
+    """Text for a title: the name of a single run, or the number of several runs."""
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
@@ -158,7 +158,7 @@ def _smooth(edge: Sequence[float]) -> Array:
 
 
 def plain_ticks(axes: "Axes") -> None:
-    """Label the compute axis at 1, 2 and 5 of every decade, as `short_number` does."""
+    """Label the compute axis at 1, 2 and 5 of every decade, with numbers as `short_number` writes them."""
     from matplotlib.ticker import LogLocator
 
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))

@@ -34,22 +34,23 @@ NEGLIGIBLE = 1e-5
 
 @record
 class Posterior:
-    """Draws of the parameters of one run, and the distribution of new measurements."""
+    """Draws of the parameters of one run, and the distribution of new measurements. [draws]: one value for each
+    draw."""
 
     observations: Observations
     discrepancies: tuple[Discrepancy, ...]
     asymptote: Array
-    """[draws] A."""
+    """[draws] asymptote A."""
     exponent: Array
-    """[draws] B."""
+    """[draws] exponent B."""
     log_midpoint: Array
-    """[draws] log(C_mid / scale)."""
+    """[draws] log(C_mid / `observations.scale`)."""
     initial: Array
-    """[draws] R_0."""
+    """[draws] pass rate R_0 before RL."""
     noise_variance: Array
-    """[draws] variance of one measurement."""
+    """[draws] noise variance of a measured point whose `Observations.spread` is 1."""
     hypothesis: Index
-    """[draws] index into `discrepancies`."""
+    """[draws] index into `discrepancies` of the hypothesis that the draw assumes."""
     seed: int
 
     @property
@@ -196,7 +197,7 @@ class _Grid:
     mass: Array
     """[initials, hypotheses, B, C_mid, nodes of A] posterior mass."""
     offset: Array
-    """Shape of `mass`: each node's distance from the cell's mean A, in standard deviations."""
+    """In the shape of `mass`: distance of each node from the cell's conditional mean of A, in standard deviations."""
     step: Array
     """[initials, hypotheses, B, C_mid] distance between two nodes of A, in standard deviations."""
 
@@ -231,7 +232,8 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
 
 
 def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
-    """The grid over a box: (lowest, highest) of log B and of log C_mid. cells: numbers of nodes along B and C_mid."""
+    """The posterior mass on a grid over `box`: the (lowest, highest) of log B and of log(C_mid / scale). cells:
+    numbers of nodes along B and C_mid."""
     log_b, log_m = (np.linspace(lowest, highest, count) for (lowest, highest), count in zip(box, cells))
     n = len(obs.log_compute)
     share = share_by_logs(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
@@ -276,7 +278,8 @@ def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float
 
 
 def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
-    """(mean, standard deviation) of the gain A - R_0, whose misfit is total - 2 cross gain + square gain^2."""
+    """Conditional (mean, standard deviation) of the gain A - R_0, if the misfit at a gain is total - 2 cross gain +
+    square gain^2."""
     # if C_mid lies far beyond the points, all shares and `square` vanish: the lower bound of `square` prevents 0 / 0
     square = np.maximum(square, 1e-12)
     best = cross / square
@@ -301,7 +304,8 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
 
 
 def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
-    """[kinds, *shape] log of each kind's weight times the kind's density of log B and log(C_mid / scale)."""
+    """[kinds, *shape] for each kind of runs, the log of the kind's weight times the kind's prior density at log B =
+    `log_b` and log(C_mid / scale) = `log_m`."""
     out = []
     for kind in prior.kinds:
         exponent = _log_student((log_b - kind.log_exponent_mean) / kind.log_exponent_sd, prior.freedom)

@@ -62,7 +62,7 @@ class FitResult:
     pass_rate: Array = field(repr=False)
     """[n_points] fitted pass rates."""
     posterior: Posterior = field(repr=False, compare=False)
-    """The draws behind the intervals."""
+    """Posterior draws of the parameters, from whose quantiles the intervals are made."""
     unit: str = "gpu_hours"
     """Unit of compute: a name such as "gpu_hours" or "steps", or the name of a column."""
 
@@ -73,7 +73,7 @@ class FitResult:
 
     @property
     def fall(self) -> Fall | None:
-        """The run's fall from its peak; None without a fall."""
+        """The fall of the pass rate after a peak; None if the run does not fall."""
         return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
@@ -161,6 +161,6 @@ class ForecastEvaluation:
         return np.array([float(p.lo <= y <= p.hi) for p, y in zip(self.predictions, self.measured)])
 
     def summary(self) -> str:
-        """Error and coverage in one line."""
+        """One line: the mean absolute error, and the number of measured points inside the intervals."""
         inside = f"{self.covered.sum():.0f} of {len(self.covered)} measurements inside their interval"
         return f"mean absolute error {abs(self.errors).mean():.4f}; {inside}"

@@ -38,7 +38,7 @@ HIGHEST = 0.999
 
 @record
 class Size:
-    """The runs of one policy size."""
+    """One policy size, with the results of all runs of this size."""
 
     parameters: float
     """Number of parameters N, in the unit of --across-sizes."""
@@ -61,7 +61,7 @@ class Ladder:
     by_line: tuple[Estimate, ...]
     """Level of each size by the line through the other sizes."""
     by_largest: tuple[float, ...]
-    """For each size, the level of the largest other size."""
+    """For each size, the level of the largest other size, as a forecast that needs no line."""
     line_error: float
     """Mean absolute error of `by_line`."""
     largest_error: float
@@ -74,7 +74,8 @@ class Ladder:
     """Forecast level of `next_size`."""
 
     def lines(self) -> list[Table | str]:
-        """The table of sizes, each forecast from the other sizes, the errors, and the forecast of `next_size`."""
+        """For the report: the table of sizes with forecasts from the other sizes, the mean errors, and the forecast
+        of `next_size`."""
         rows = []
         for size, line, largest in zip(self.sizes, self.by_line, self.by_largest):
             level = size.level.value
@@ -94,9 +95,9 @@ class Ladder:
 def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: float | None) -> Ladder:
     """The line through the sizes of runs of one recipe.
 
-    sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast.
-    Raises ValueError for other than one size per run, for fewer than three sizes, and for a line that forecasts
-    left-out sizes worse than the level of the largest other size does.
+    sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast. Raises ValueError
+    unless there is one size per run, for fewer than three different sizes, and for a line that forecasts left-out
+    sizes worse than the level of the largest other size does.
     """
     if len(sizes) != len(fits):
         listed = ", ".join(fit.name for fit in fits)
@@ -152,7 +153,8 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
 
 
 def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimate]:
-    """(level of a policy with N = `parameters`, `Ladder.doubling`).
+    """(forecast level of a policy with N = `parameters`, factor by which doubling N multiplies the share of
+    failures).
 
     Gaussian process regression: the covariance of two sizes is the sum over height, slope and walk.
     """
@@ -171,8 +173,8 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
 
     def posterior_draws(shared: Array, variance: Array) -> Array:
-        """[draws] of a number. shared: [walks, sizes] covariance of the number with `values`. variance: [walks] prior
-        variance of the number."""
+        """Posterior draws [draws] of a number. For each of `WALKS`, shared: [walks, sizes] prior covariance of the
+        number with `values`; variance: [walks] prior variance of the number."""
         gain = np.einsum("wij,wj->wi", inverse, shared)
         deviation = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
         return (gain @ values)[walks] + deviation[walks] * rng.standard_normal(DRAWS)

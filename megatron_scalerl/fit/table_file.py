@@ -41,7 +41,7 @@ _RAY = r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?"
 _STEP_LINE = re.compile(
     r"(?:\bEvaluated (\S+) \()?\b[Ss]tep[: ]\s*(\d{1,15})\)?\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\)?\s+[-|]\s|$)"
 )
-"""Pattern of step lines.
+"""Pattern of a printed line with the metrics of one step.
 
 verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
 `Evaluated math (Step 5) | Reward 0.1` of a validation."""
@@ -65,8 +65,8 @@ STAGES = (
     r"",
     r"train|training|trainer|critic|actor|rollouts?|policy",
 )
-"""Patterns of the words by which a column's name says a stage: validation, no stage, training; in order of
-preference.
+"""Patterns of the words in a column's name that say to which stage the column belongs: validation, not stated,
+training; in order of preference.
 
 `words` separates the words of a name by one space: `val-core/math/acc/mean@16` is "val core math acc mean@16"."""
 SCORES = (
@@ -291,7 +291,8 @@ def _from_json(path: Path, text: str) -> TableFile:
 
 
 def _rows_of(value: Any) -> tuple[str, list[Any]]:
-    """(layout, rows) of JSON: a list of rows, an object with a list of rows for one or each run, or columns."""
+    """(layout, rows) of a JSON value: a list of rows, an object with a list of rows for one or each run, or an object
+    of columns (name -> list of values). The rows are empty for any further value."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
     if "log_history" in value:  # the one list with metrics
@@ -385,7 +386,7 @@ def _numbers_of(literal: str) -> Row:
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:
-    """A table of each folder with event files."""
+    """One table for each folder in `path`, or `path` itself, that has TensorBoard's event files."""
     files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
         raise table_error(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
@@ -437,8 +438,9 @@ def may_be_score(name: str) -> bool:
 def score_rank(name: str) -> tuple[int, ...]:
     """Sort key of a score's name, lowest for the best score; empty for a name that is not a score.
 
-    (stage; 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward); measure; 0 for a
-    name with a word such as total or overall; length of the name in words)
+    The parts of the key: `stage`; 0 for verl's core metrics and slime's raw reward (slime also logs a normalized
+    reward); index of the measure in `SCORES`; 0 for a name with a word such as total or overall; number of spaces in
+    `words`.
     """
     text = words(name)
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
@@ -451,9 +453,10 @@ def score_rank(name: str) -> tuple[int, ...]:
 
 
 def scores(names: Iterable[str]) -> list[str]:
-    """The names that are scores, best first; names of equal rank in the given order.
+    """The names of score columns, in order of preference; names of equal rank in the given order.
 
-    A validation without a measure, such as slime's eval/aime, comes after validation measures and before training.
+    The name of a validation that names no measure of `SCORES`, such as slime's eval/aime, comes after names of
+    validations that do, and before names of training.
     """
     ranks = {name: score_rank(name) for name in names}
     for name, rank in ranks.items():
@@ -468,7 +471,7 @@ def unit_of(column: str) -> str:
 
 
 def computes(names: Collection[str]) -> list[str]:
-    """The names that are computes, best first."""
+    """The names of compute columns (`COMPUTES`), in order of preference."""
     return [name for pattern, _ in COMPUTES for name in names if re.fullmatch(pattern, name.lower())]
 
 

@@ -40,9 +40,9 @@ class Table:
     """A table of text cells, for a terminal or HTML. Numbers are aligned right."""
 
     columns: tuple[str, ...]
-    """The header."""
+    """Texts of the header row, one per column."""
     rows: tuple[tuple[str, ...], ...]
-    """One cell per column. HTML shows an interval in brackets below the value."""
+    """Texts of each row's cells, one per column. HTML shows an interval in brackets below the value."""
     title: str | None = None
     """Line that the terminal shows above the table."""
     labels: int = 1
@@ -81,7 +81,7 @@ class RunReport:
     curve: Curve
     """All points of the run."""
     fit: FitResult
-    """The fit of the points in the window."""
+    """The fit of the points from --fit-from to --fit-until."""
     predictions: tuple[Prediction, ...]
     """Forecasts at the computes of --predict."""
     decision: Decision
@@ -93,7 +93,8 @@ class RunReport:
 
 
 def sections(runs: Sequence[RunReport]) -> list[Section]:
-    """The sections with fitted parameters, forecasts, and forecasts of points that were not fitted."""
+    """Sections of the report: fitted parameters, forecasts, and forecasts compared with points that were not
+    fitted."""
     parameters = Table(
         columns=("run", "A", "B", "C_mid", "R_0", "points", "rmse", "95 % of A at"),
         rows=tuple(
@@ -141,7 +142,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
 
 
 def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
-    """The sections with the runs' back-tests and with the comparison of the runs' recipes."""
+    """Further sections of the report: the runs' back-tests, and the comparison of the runs' recipes."""
     sections: list[Section] = []
     for run in runs:
         if run.backtest is not None:
@@ -196,7 +197,8 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
 
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
-    """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end."""
+    """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end; None
+    if not measured yet."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
     if came is not None:
         title += f"; measured at the end: {came:.3f}"

@@ -22,9 +22,10 @@ _log = functools.cache(logger.info)
 
 
 def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
-    """The trainer's workspace (MiB), by default larger on a large GPU of the trainer's own.
+    """The trainer's workspace (MiB): the recipe's value, else 2,048 on a large GPU without engines, else 512.
 
-    stated: the recipe's value, if any. shared: whether engines run on the same device.
+    stated: the recipe's value, if any. large_gpu: whether the GPU has at least `LARGE_GPU` bytes. shared: whether
+    engines run on the same device.
     """
     if stated:
         return stated

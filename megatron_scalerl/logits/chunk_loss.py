@@ -89,7 +89,8 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass, multiplied by the gradient of the loss and then rounded once."""
+        """The gradients of `hidden` and `weight` that the forward pass computed, multiplied by the gradient of the
+        loss and then rounded once."""
         weight, grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         result = None
@@ -112,7 +113,7 @@ def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _differentiated(
     loss: ChunkLoss, call: Call, lse: Tensor, logprob: Tensor, entropy: Tensor, places: Tensor
 ) -> tuple[Tensor, TokenGradients]:
-    """The loss of one chunk, and the gradients with respect to log-probabilities and entropies."""
+    """The loss of one chunk, and the loss's gradients with respect to log-probabilities and entropies."""
     leaf = logprob.detach().clone().requires_grad_()
     entropies = entropy.detach().clone().requires_grad_(call.shape.entropy_grad)
     with torch.enable_grad():

@@ -32,7 +32,7 @@ FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
 """Fewest tokens and columns with which a block's GEMM is not bound by memory bandwidth.
 
-Rather than make blocks thinner than this, the backend splits tokens as well as columns."""
+Rather than make smaller blocks, the backend splits tokens as well as columns."""
 
 FEWEST_CHUNK_TOKENS = 1024
 """Fewest tokens of a chunk of whole rows.
@@ -56,14 +56,15 @@ class _Side:
     """Bytes of workspace per token or column, in addition to the block's elements."""
 
     def fitting(self, other_side: _Side, count: int, element: int, budget: int) -> int:
-        """Most tokens or columns of this side in a block of `budget` bytes with `count` of the other side."""
+        """Most tokens or columns of this side in a block of `budget` bytes that has `count` columns or tokens of
+        `other_side`. element: bytes for each element of the block."""
         return max(0, budget - count * other_side.cost) // (count * element + self.cost)
 
 
 def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> tuple[int, int]:
     """Sizes of a block on `whole_side` and `split_side`.
 
-    The block has all of `whole_side`, unless its part of `split_side` would then be too thin.
+    The block has all of `whole_side`, unless the block would then have less than `min_size` of `split_side`.
     """
     count = split_side.fitting(whole_side, whole_side.size, element, budget)
     if count >= min(split_side.size, split_side.min_size):
@@ -129,7 +130,7 @@ class CudaBackend:
     def gradients(
         self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Recomputes the logits block by block, and adds each block's share to both gradients."""
+        """Recomputes the logits block by block, and adds each block's share to `grad_hidden` and `grad_weight`."""
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         maker = _GradientMaker(p, token_gradients, tokens * columns)
@@ -169,7 +170,7 @@ class CudaBackend:
         grad_weight: Tensor | None,
         extra_gradient: Tensor | None = None,
     ) -> None:
-        """Adds the chunk's share to both gradients, CHUNK_COLUMNS columns at a time."""
+        """Adds the chunk's share to `grad_hidden` and `grad_weight`, CHUNK_COLUMNS columns at a time."""
         assert extra_gradient is None
         maker = _GradientMaker(p, token_gradients, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
@@ -177,7 +178,8 @@ class CudaBackend:
 
 
 class _GradientMaker:
-    """Computes the gradients of blocks of logits, in buffers that all blocks share."""
+    """Computes the gradients of blocks of logits in buffers that all blocks share, and adds the products with
+    `hidden` and `weight` to the gradients of the projection's inputs."""
 
     def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p
@@ -194,7 +196,8 @@ class _GradientMaker:
             self._low_buffer = p.hidden.new_empty(elements, dtype=dtype)
 
     def add(self, z: Tensor, rows: slice, cols: slice, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
-        """Adds to both gradients the products with the gradient of the block z [rows, cols] of logits.
+        """Computes the gradient of the block z [rows, cols] of logits, and adds the gradient's product with the head
+        to `grad_hidden` and with the hidden states to `grad_weight`.
 
         `z` may be overwritten. The gradient's rounding error (bf16x2) enters the weight's gradient only.
         """

@@ -62,8 +62,9 @@ class Divergence:
     def of_chunk(self, rows: slice, logits: Tensor, stats: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The divergences [C] (nats) of a chunk's tokens, and a gradient [C, n].
 
-        The gradient is that of the weighted sum of divergences with respect to hidden @ weight.T. The next call
-        overwrites it. logits, stats: from `chunk_statistics`. lse: log-sum-exp [C] over the whole vocabulary.
+        The second result is the gradient of the weighted sum of divergences with respect to hidden @ weight.T; the
+        next call overwrites this tensor. logits, stats: from `chunk_statistics`. lse: log-sum-exp [C] over the whole
+        vocabulary.
         """
         p = self._p.of_tokens(rows)
         t = self._second[: p.tokens]
@@ -88,7 +89,7 @@ class Divergence:
         return divergence, gradient.mul_(scale)
 
     def _summed(self, values: Tensor) -> Tensor:
-        """[C] sums over the columns of all ranks.
+        """[C] sums over the columns of all ranks, from sums `values` [C] over this rank's columns.
 
         Every rank adds the ranks' parts in the same order, and so gets the same bits.
         """

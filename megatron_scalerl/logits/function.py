@@ -74,8 +74,8 @@ class Call:
     def chunk_tokens(self, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows.
 
-        All ranks gather after each chunk, and so need the same number. Hence the number counts the head's padding
-        rows too.
+        All ranks of the group gather after each chunk, and so need chunks of equal size. So the size is computed with
+        the head's padding rows, of which ranks have different numbers.
         """
         return self.backend.chunk_tokens(replace(self.shape, weight=weight.detach()))
 
@@ -107,7 +107,7 @@ class Call:
     def grad_of_hidden(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of the caller's `hidden`.
 
-        `grad` is the part of this rank's columns, for the tokens with loss. The sum over the group is in the
+        `grad` is the sum over this rank's columns, for the tokens with loss. The sum over the ranks is made in the
         accumulator's dtype, and is then rounded to `dtype`.
         """
         if self.group is None:

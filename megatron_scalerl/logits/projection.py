@@ -82,14 +82,14 @@ class Projection:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def of_tokens(self, rows: slice) -> Projection:
-        """The projection of some of the tokens, as views."""
+        """The projection of the tokens `rows`, with views of the tensors."""
         return replace(self, hidden=self.hidden[rows], targets=self.targets[rows])
 
     def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
-        """For each token, whether its target is one of these columns of this rank, and the target's column.
+        """(bool [T], True for a token whose target is in `columns` of this rank; [T, 1] the target's column).
 
-        Columns count from the block's first column. For a target elsewhere the result is an arbitrary column of the
-        block.
+        The target's column is counted from the first of `columns`. For a target that is not in `columns`, the number
+        is an arbitrary column in the range.
         """
         # Columns are clamped into the block, so that every row can be gathered and scattered. To skip rows, the host
         # would have to count them, and so wait for the device.
@@ -100,7 +100,8 @@ class Projection:
 
 @record
 class TokenGradients:
-    """The inputs of `Backend.gradients` for each token, in the accumulator's dtype."""
+    """For each token, the numbers from which `Backend.gradients` computes the logits' gradient, in the accumulator's
+    dtype."""
 
     lse: Float[Tensor, " T"]
     """Log-sum-exp over the whole vocabulary (nats)."""
@@ -114,11 +115,11 @@ class TokenGradients:
     """Gradient with respect to the entropy; None without `Projection.entropy_grad`."""
 
     def of_tokens(self, rows: slice) -> TokenGradients:
-        """The inputs of some of the tokens, as views."""
+        """The numbers of the tokens `rows`, as views."""
         return self._changed(lambda values: values[rows])
 
     def contiguous(self) -> TokenGradients:
-        """The inputs as contiguous tensors, which kernels need.
+        """The numbers as contiguous tensors, which kernels need.
 
         The gradient of a sum may arrive as one expanded number.
         """
@@ -164,7 +165,8 @@ class Backend(Protocol):
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
-        """Recomputes the logits and adds to both gradients. grad_weight is None if the weight needs no gradient."""
+        """Recomputes the logits, and adds to `grad_hidden` and `grad_weight`. `grad_weight` is None if the weight
+        needs no gradient."""
         ...
 
     def chunk_tokens(self, p: Projection) -> int:
@@ -188,7 +190,8 @@ class Backend(Protocol):
         grad_weight: Float[Tensor, "n H"] | None,
         extra_gradient: Float[Tensor, "T n"] | None = None,
     ) -> None:
-        """Adds to both gradients like `gradients`, from the `logits` and `stats` of `chunk_statistics`.
+        """Adds to `grad_hidden` and `grad_weight` like `gradients`, from the `logits` and `stats` of
+        `chunk_statistics`.
 
         The call may overwrite `logits`. extra_gradient: a further gradient with respect to hidden @ weight.T, which
         is added; only the backend torch takes it.

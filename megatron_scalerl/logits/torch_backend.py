@@ -51,7 +51,7 @@ class _Costs:
     token: int
     """Bytes of a token's running statistics, before and after a block, and of its cast hidden state."""
     column: int
-    """Bytes of a column's row of the head in the accumulator's type, and of the cast row."""
+    """Bytes, for each column, of the head's row in the accumulator's type and of the cast row."""
     scratch: int
     """Upper bound on the bytes of all temporary tensors of one tile."""
 
@@ -61,7 +61,7 @@ class _Costs:
 
 
 def _costs(p: Projection) -> _Costs:
-    """The costs of a projection's blocks."""
+    """The bytes of workspace that blocks of the projection `p` need."""
     item = p.accumulator.itemsize
     row = item * p.hidden.shape[1]
     element = item
@@ -116,7 +116,7 @@ class TorchBackend:
     def gradients(
         self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Recomputes the logits block by block, and adds each block's share to both gradients."""
+        """Recomputes the logits block by block, and adds each block's share to `grad_hidden` and `grad_weight`."""
         for rows, cols, hidden, head, part, dz in _logit_blocks(p):
             _to_gradient(part, cols, dz, token_gradients.of_tokens(rows), token_gradients.lse[rows])
             _add_gradients(part, dz, hidden, head, grad_hidden[rows], part_of(grad_weight, cols))
@@ -136,7 +136,7 @@ class TorchBackend:
         return max(0, min(p.tokens, fit))
 
     def chunk_statistics(self, p: Projection, logits: Tensor) -> Tensor:
-        """The statistics of a chunk. Afterwards `logits` holds z - m."""
+        """The statistics of a chunk. Afterwards `logits` holds z - m (z: logit, m: the row's maximum)."""
         for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
             _logits(p, hidden, head, logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
@@ -151,7 +151,7 @@ class TorchBackend:
         grad_weight: Tensor | None,
         extra_gradient: Tensor | None = None,
     ) -> None:
-        """Overwrites `logits` with their gradient, and adds the chunk's share to both gradients."""
+        """Overwrites `logits` with their gradient, and adds the chunk's share to `grad_hidden` and `grad_weight`."""
         _to_gradient(p, slice(0, p.count), logits, token_gradients, token_gradients.lse - stats[0])
         if extra_gradient is not None:
             logits += extra_gradient
@@ -160,9 +160,9 @@ class TorchBackend:
 
 
 class _Operands:
-    """Blocks of hidden states or of the head.
+    """Gives blocks of rows of one GEMM operand: the hidden states, or the head.
 
-    Where GEMMs need a cast, a buffer holds one cast block at a time.
+    If GEMMs need cast operands (`_casts`), a buffer holds the latest cast block. size: most rows of a block.
     """
 
     def __init__(self, p: Projection, values: Tensor, size: int):
@@ -173,7 +173,8 @@ class _Operands:
             self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator)
 
     def block(self, rows: slice) -> Tensor:
-        """The block of these rows. The tensor is valid until the next call."""
+        """The rows `rows` of the operand, cast if GEMMs need cast operands. The tensor is valid until the next
+        call."""
         values = self._values[rows]
         if self._buffer is None:
             return values
@@ -186,7 +187,8 @@ class _Operands:
 
 
 def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Tokens, columns, hidden states and head of every block. The tensors are valid until the next block."""
+    """(token range, column range, hidden states of the tokens, head's rows for the columns) of every block of at most
+    `tokens` by `columns` logits. The tensors are valid until the next block."""
     hiddens = _Operands(p, p.hidden, tokens)
     heads = _Operands(p, p.weight, columns)
     for cols in slices(p.count, columns):
@@ -196,7 +198,7 @@ def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice,
 
 
 def _logit_blocks(p: Projection) -> Iterator[tuple[slice, slice, Tensor, Tensor, Projection, Tensor]]:
-    """What `_operands` gives for blocks of `blocks`, the projection of a block's tokens, and the block's logits.
+    """The values of `_operands`, the projection of the tokens, and the logits, for every block of the size `blocks`.
 
     The tensors are valid until the next block, and the caller may overwrite the logits.
     """
@@ -210,7 +212,8 @@ def _logit_blocks(p: Projection) -> Iterator[tuple[slice, slice, Tensor, Tensor,
 
 
 def _casts(p: Projection) -> bool:
-    """Whether GEMMs need cast operands. Only CPUs have no GEMM of bf16 operands with fp32 output."""
+    """Whether GEMMs need bf16 operands cast to fp32: on CPUs, which have no GEMM of bf16 operands with fp32 output,
+    and with grad_logits "fp32"."""
     return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
 
 
@@ -251,7 +254,7 @@ def _scratch(z: Tensor) -> Tensor:
 
 
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
-    """The statistics [4, T] of a block of logits z. The call leaves z - m in the block."""
+    """The statistics [4, T] of a block of logits z. The call leaves z - m in the block (m: the row's maximum)."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
@@ -303,7 +306,8 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGr
 def _add_gradients(
     p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
-    """Adds a block's two products to the gradients, with dz in the precision of `Projection.grad_logits`.
+    """Adds dz @ head to grad_hidden and dz.T @ hidden to grad_weight, with dz in the precision
+    `Projection.grad_logits`.
 
     The call overwrites dz.
     """

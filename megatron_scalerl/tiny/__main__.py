@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_scalerl.tiny", description=__doc__, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; kept as it is for equal arguments")
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; kept if written with equal arguments")
     parser.add_argument("--seed", type=int, required=True, help="seed of policy, prompts and examples")
     parser.add_argument("--moe", action="store_true", help="write a Llama-4-style mixture of experts, no dense Llama")
     counts = {"train_prompts": "training prompts", "held_out": "held-out prompts", "sft_examples": "warm-start rows"}

@@ -13,7 +13,8 @@ from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
 FORMAT = 2
-"""Version of the files, in the manifest; to be raised with every change of the files that equal arguments produce."""
+"""Version of the files, which the manifest states. Raise the version with every change after which equal arguments
+give different files."""
 RECIPE = Path(__file__).with_name("recipe.yaml")
 """The recipe that `build` copies, with runs/tiny replaced by the folder that is written."""
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
@@ -63,8 +64,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
 
 
 def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
-    """True if the folder was written with the arguments of `manifest`; False if empty or absent. Raises ValueError
-    for any other content."""
+    """True if the folder was written with the arguments of `manifest`; False if the folder is empty or absent. Raises
+    ValueError for any other content."""
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:

@@ -82,7 +82,8 @@ def _save(model: PreTrainedModel, path: str | Path, seed: int) -> None:
 
 @torch.no_grad()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """Draw every matrix from a normal distribution with one generator, in the order of the names; norms are 1."""
+    """Draw every weight matrix from a normal distribution, with one generator and in the order of the parameters'
+    names. Weights of norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.num_hidden_layers)
     # Sorted by name, so that a version of transformers with another order of modules draws the same numbers.

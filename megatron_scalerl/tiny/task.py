@@ -29,7 +29,8 @@ THINK_END = "</think>"
 EOS = "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""Number of draws in succession without a new problem after which all problems of a level count as drawn."""
+"""Number of successive draws that give no new problem for the requested rows (training or held out), after which all
+problems of a level count as drawn."""
 
 
 @record
