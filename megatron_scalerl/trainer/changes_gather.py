@@ -34,7 +34,7 @@ class ChangesGather:
         parameters: all parameters that the group shards, in the same order on all ranks. shards: this rank's parts,
         as views of the parameters.
         """
-        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard has positions that do not fit int32"
+        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard is too large for positions in int32"
         self._record = record
         self._group = group
         self._shards = list(shards)

@@ -121,7 +121,7 @@ class WeightSending:
         dist.all_reduce(table)
         ranks = table[: len(failed_ranks)].nonzero().flatten().tolist()
         if ranks and not failure:
-            failure = f"the weight group of trainer rank {ranks[0]} failed, see its log"
+            failure = f"a weight group of trainer rank {ranks[0]} failed; the log of this rank says why"
         return failure, table[len(failed_ranks) :].cpu()
 
 

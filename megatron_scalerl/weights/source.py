@@ -242,7 +242,7 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
     # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
-    assert -1 not in stages, f"stages of the layers, -1 for a layer that no stage holds: {stages.tolist()}"
+    assert -1 not in stages, f"stage of each layer, where -1 means that no stage has the layer: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))
 
 

@@ -171,7 +171,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         needed_names = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
         if sorted(arrivals) != sorted(needed_names):
             raise RuntimeError(
-                f"weight update: the {len(arrivals)} arrived tensors are not the {len(needed_names)} that are needed"
+                f"weight update: {len(arrivals)} tensors arrived, but not the {len(needed_names)} that this worker needs"
             )
         if loaded_names is not None and (missing_names := sorted(expected_names - loaded_names)):
             raise RuntimeError(f"weight update: the model's loader did not set the parameters {missing_names[:3]}")
@@ -287,7 +287,7 @@ def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
             if manager is not None:
                 # vLLM's loader takes no adapters, so the error is final here.
                 raise ValueError(str(error)) from error
-            logger.warning("weight updates go through vLLM's loader, not straight into live parameters: %s", error)
+            logger.warning("updates go through vLLM's loader, since parameters cannot be written in place: %s", error)
             live = None
         model._msrl_live = (manifest, live)
     return cast(LiveWeights | None, live)

@@ -133,7 +133,7 @@ class SdpaCoreAttention(torch.nn.Module):
         layout = packed_seq_params.layout
         if self.chunked:
             layout = packed_seq_params.chunked
-        assert layout is not None, "this row is for Transformer Engine's attention and has no buckets"
+        assert layout is not None, "a row made for Transformer Engine's attention has no layout for this class"
         return self._packed(q, k, v, layout).reshape(s, 1, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:

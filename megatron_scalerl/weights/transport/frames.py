@@ -88,7 +88,7 @@ def receive(
         base_versions = ", ".join(map(str, sorted(bases)))
         version_held = "no version" if held_version is None else f"version {held_version}"
         raise RuntimeError(
-            f"weight update: the changes start from version {base_versions}, but the worker holds {version_held}"
+            f"weight update: the changes apply to version {base_versions}, but this worker holds {version_held}"
         )
     is_whole = ALL_VALUES in bases
     sequence = sequence_numbers(bucket.sender for bucket in order)
@@ -190,7 +190,7 @@ def _arrive(group: Group, bucket: Bucket, is_whole: bool, memory: Tensor | None)
         # No digest covers the size, so the size is checked.
         if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
-                f"weight update: a sender announced {nbytes} bytes of changes for a bucket of {bucket.nbytes} bytes"
+                f"weight update: a sender announced {nbytes} bytes of changes, not between 1 and {bucket.nbytes} - 1"
             )
         if nbytes == ALL_VALUES:
             nbytes = bucket.nbytes

@@ -133,7 +133,7 @@ class Sender:
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert record is not None, "a bucket has neither a copy nor a record of changes"
+            assert record is not None, "a bucket has no copy of the last update and no optimizer record"
             by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):
