@@ -128,7 +128,7 @@ class PlanWeights(Command, frozen=True):
     """Plan the weight updates of engine workers with these `needs`. Answer: weights.plan.WeightPlan."""
 
     needs: tuple[Needs, ...]
-    """[shards] the tensors that each shard's workers need."""
+    """For each shard, the rectangles of each tensor that the shard's workers need."""
 
 
 class ConnectWeights(Command, frozen=True):

@@ -67,11 +67,10 @@ class ChangeRecord:
         self.is_recording = False
         """Whether changes are recorded, because an update will ask for changes; see `want`."""
         self._addresses: list[int] = []
-        """[regions] address of each region's first element, in rising order."""
+        """Address of each region's first element, in rising order."""
         self._regions: list[_Region] = []
         self._needed_regions: set[int] = set()
-        """Numbers of the regions that this rank's updates read. A region's number is the region's place in
-        `_addresses`."""
+        """Numbers of the regions that this rank's updates read. A region's number is the index in `_addresses`."""
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []

@@ -39,8 +39,10 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 
 
 def fill(chunks: Sequence[Any], family: Family, read: Callable[..., Tensor], parallel: Parallel) -> None:
-    """Fill this rank's shards of all tensors in the weight map. `read(name, index, shape)` reads a part of a
-    tensor."""
+    """Fill this rank's shards of all tensors in the weight map.
+
+    `read(name, index, shape)` returns the part at `index` of the tensor `name`, whose whole shape is `shape`.
+    """
     parameters = canonical_parameters(chunks, parallel)
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
@@ -110,7 +112,7 @@ class MegatronWeightSource:
 
     @property
     def plan(self) -> WeightPlan:
-        """The plan that every update follows."""
+        """The plan of every update until the next `plan_for`."""
         return self._sends.plan
 
     @property
@@ -166,8 +168,10 @@ class MegatronWeightSource:
 
 
 def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[Tensor], Tensor]]:
-    """id of a parameter -> the function that makes the values to send, for weights with adapters and for the
-    adapters' B."""
+    """id of a parameter -> function from the parameter's values to the values that are sent.
+
+    The parameters are the weights with adapters, which are merged, and the adapters' B, which are scaled.
+    """
     functions = {}
     for chunk in chunks:
         for linear in unwrap(chunk).modules():
@@ -182,7 +186,7 @@ def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[Tensor], Te
 
 
 def _places(parallel: Parallel) -> list[Place]:
-    """[world] the place of each rank; collective."""
+    """The `Place` of each rank of the trainer, by rank. Collective."""
     place = Place(
         tp=parallel.tp_rank,
         pp=parallel.pp_rank,

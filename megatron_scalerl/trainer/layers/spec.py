@@ -139,7 +139,11 @@ def _layer_spec(
 def _attention_spec(
     config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
 ) -> ModuleSpec:
-    """The attention of a layer: linear layers, norms of queries and keys, the core with chunks and query scale."""
+    """The spec of a layer's attention: linear layers, norms of queries and keys, and the core attention.
+
+    In Llama 4, the core of chunked layers attends inside chunks of a sequence, and the core of layers without rotary
+    positions multiplies queries by a factor of the position.
+    """
     core = provider.core_attention()
     if config.multi_latent_attention:
         return _latent_attention_spec(config, provider, core)
