@@ -19,7 +19,7 @@ from megatron_scalerl.weights.changes import ChangedElements
 WINDOW = 1 << 22
 """Largest number of changes, of all ranks together, that are gathered at once."""
 _DENSE = -1
-"""Sent in place of a shard's number of changes if there are more than `most_coded` allows. None is sent then."""
+"""Sent as a shard's number of changes if there are more than `most_coded` allows; the changes are then not sent."""
 
 
 class ChangesGather:

@@ -44,7 +44,7 @@ write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_prelo
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Replaces Megatron's writer: the same files and the same report, one file after another."""
+    """Write a rank's files one after another, in place of Megatron's method. Files and report are as Megatron's."""
     reports = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()

@@ -41,7 +41,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @record
 class ChangedElements:
-    """Elements whose bits differ, in rising order of position."""
+    """Elements whose bits changed, in rising order of position."""
 
     positions: Tensor
     """[n] int64: each element's position in the slot, region or view."""

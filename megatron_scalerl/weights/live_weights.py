@@ -253,12 +253,12 @@ def _packed_experts(model: Any) -> set[str]:
         if layer.w13_weight.device.type != "cpu":
             backend = str(getattr(layer.quant_method, "unquantized_backend", "unknown"))
             if not backend.upper().endswith("TRITON"):
-                raise NotImplementedError(f"weights: {prefix}: no layout of expert weights is known for {backend}")
+                raise NotImplementedError(f"weights: {prefix}: no layout of expert weights in {backend} is known")
             continue
         in_blocks = getattr(experts, "isa", None) == "vec" and not getattr(experts, "_use_zentorch", False)
         if not in_blocks or not _rows_lie_in_blocks(layer.w13_weight.dtype):
             raise NotImplementedError(
-                f"weights: {prefix}: no layout of expert weights is known for {type(experts).__name__}"
+                f"weights: {prefix}: no layout of expert weights in {type(experts).__name__} is known"
             )
         names |= {f"{prefix}.w13_weight", f"{prefix}.w2_weight"}
     return names

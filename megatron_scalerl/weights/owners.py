@@ -149,7 +149,7 @@ def _candidates(
 def _holders_of(
     rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Yield ((shard, number of shards), global ranks with the shard) for each tensor-parallel shard of a parameter."""
+    """Yield ((shard, number of shards), ranks that hold the shard) for each tensor-parallel shard of a parameter."""
     if rule.expert is not None:
         expert_rank = rule.expert // experts_per_rank
         by_shard = [holders[(stage, expert_rank, shard)] for shard in range(sizes.etp)]

@@ -76,7 +76,7 @@ class MegatronWeightSource:
     def __init__(
         self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1, family: Family | None = None
     ):
-        """most_senders: most ranks that may send, but the ranks of one copy of the model always send.
+        """most_senders: largest number of ranks that send; the ranks of one copy of the model send in any case.
 
         family: the weight map that names the tensors, such as the adapters' map to send adapters alone; None: the
         policy's.
@@ -87,7 +87,7 @@ class MegatronWeightSource:
         self._parameters = canonical_parameters(chunks, parallel)
         self._adapter_functions = _adapter_functions(chunks)
         self._last_call: tuple[str, Tensor] | None = None
-        """Name and result of the last call of a function of `_adapter_functions` in this update."""
+        """The last call of a function of `_adapter_functions` in this update: the parameter's name and the result."""
         config = unwrap(chunks[0]).config
         self._dtype = str(config.params_dtype).removeprefix("torch.")
         self.manifest = manifest(self.family, self._dtype)
