@@ -1,4 +1,4 @@
-"""RMS norms: with sequence parallelism, of queries and keys (per head or all heads), and of a linear layer's result."""
+"""RMS norms: with sequence parallelism, of queries and keys (each head or all heads), of a linear layer's result."""
 
 from typing import Any
 
