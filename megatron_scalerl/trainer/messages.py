@@ -48,7 +48,7 @@ class Hello(sockets.Hello, frozen=True):
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """Address at which rank 0 has bound the run's store. Only rank 0 sends it, and only on several hosts."""
+    """Address at which rank 0 has bound the run's store. None for every other rank, and on one host."""
 
 
 class Meet(Message, frozen=True):
