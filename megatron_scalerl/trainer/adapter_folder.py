@@ -26,8 +26,9 @@ _ALLOWED_VALUES: Mapping[str, tuple[object, ...]] = {
     # Values that are not in this tuple change the base's weights (peft/tuners/lora/layer.py, update_layer).
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Key -> the values with which an adapter only adds B A to the unchanged base. Keys that are in none of the three
-tables have to be off."""
+"""Key of adapter_config.json -> the values with which an adapter only adds B A to the unchanged base.
+
+Keys that are neither here nor in _WITHOUT_EFFECT or _COMPARED have to be off."""
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config"),

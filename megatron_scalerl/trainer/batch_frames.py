@@ -3,9 +3,9 @@
 One rank of each data-parallel rank receives the frames. Its peers are the tensor-, pipeline- and context-parallel
 ranks with the same data-parallel rank. Expert-parallel ranks belong to other data-parallel ranks, and train separate
 batches. Peers get the received frames unchanged, broadcast on the trainer's device. The broadcast goes over
-Megatron's model-parallel group (tensor and pipeline), and then over the context-parallel group. When a holding rank
-fails, the peers fail too: a peer's collective ends when the holding process exits, or by the group's time-out, and
-the controller ends all ranks at the first failure.
+Megatron's model-parallel group (tensor and pipeline), and then over the context-parallel group. When a receiving rank
+fails, the rank's peers fail too: a peer's collective ends when the receiving process exits, or by the group's
+time-out, and the controller ends all ranks at the first failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReceivedBatch:
 def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
     """The batch in the frames of a Prepare. Raises InvalidMessage if bytes and plan differ.
 
-    Memory for the columns is allocated only after the stated lengths agree with the received bytes.
+    Memory for the batch's columns is allocated only after the stated lengths agree with the received bytes.
     """
     message = decode_for_rank(frames)
     assert isinstance(message, Prepare), message
@@ -68,7 +68,7 @@ class BatchFrames:
     """The batch that a rank holds for the next step, if any. `hold` stores the batch, and `take` removes it."""
 
     def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
-        """columns: names of the columns of the run's algorithm."""
+        """columns: names of the per-token columns that the run's algorithm adds (`ScaleRL.columns`)."""
         self._parallel = parallel
         self._pad_multiple = pad_multiple
         self._columns = columns
@@ -96,7 +96,7 @@ class BatchFrames:
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:
-    """Share the frames of the holding rank with its peers, which pass None. Collective.
+    """Broadcast the frames of the rank that holds the batch to the rank's peers, which pass None. Collective.
 
     Every rank gets the frames. Without peers the result is `frames` itself.
     """

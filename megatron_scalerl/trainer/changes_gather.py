@@ -19,7 +19,7 @@ from megatron_scalerl.weights.changes import ChangedElements
 WINDOW = 1 << 22
 """Largest number of changes, of all ranks together, that are gathered at once."""
 _DENSE = -1
-"""Sent in place of a shard's number of changes if more than 1 / MOST_CHANGED of the elements changed."""
+"""Sent as a shard's number of changes if there are more than `most_coded` allows; the changes are then not sent."""
 
 
 class ChangesGather:
@@ -34,7 +34,7 @@ class ChangesGather:
         parameters: all parameters that the group shards, in the same order on all ranks. shards: this rank's parts,
         as views of the parameters.
         """
-        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard has positions that do not fit int32"
+        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard is too large for positions in int32"
         self._record = record
         self._group = group
         self._shards = list(shards)
@@ -86,8 +86,8 @@ class ChangesGather:
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
         """Record the changes that this rank has to send, out of a window of one peer's changes.
 
-        numbers: changes in each of the rank's shards. begin: number of the window's first change among the changes
-        of all shards.
+        shards, numbers: the peer's shards, and the number of changes in each shard. begin: number of the window's
+        first change among the changes of all shards of the peer.
         """
         end = begin + window.positions.numel()
         start = 0
@@ -100,7 +100,7 @@ class ChangesGather:
                 self._record.add(shard, 0, ChangedElements(positions=positions, bits=window.bits[first:last].clone()))
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
-        """Gather the values of all ranks, [ranks][size]. This rank passes at most `size` values."""
+        """Gather the values of each rank, padded with zeros to `size`: one tensor for each rank of the group."""
         padded = values.new_zeros(size)
         padded[: values.numel()] = values
         # The values travel as bytes, because gloo and NCCL have no 16-bit integers.
@@ -112,7 +112,7 @@ class ChangesGather:
         return received
 
     def _gathered(self, values: Tensor) -> list[Tensor]:
-        """Gather one 1-dimensional tensor from each rank, [ranks]. The lengths may differ."""
+        """Gather a 1-dimensional tensor from each rank of the group, in rank order. The lengths may differ."""
         size = torch.tensor([values.numel()], dtype=torch.int64, device=values.device)
         lengths = torch.cat(self._of_all(size)).tolist()
         padded = self._window(values, max(*lengths, 1))

@@ -84,7 +84,7 @@ class CheckpointWriting:
         """Start to write the checkpoint.
 
         facts: content of the commit file. extra: the controller's state. live: addresses of the memory that the next
-        steps change.
+        steps change, which is copied first.
         """
         self._path = Path(path)
         self._parallel = parallel

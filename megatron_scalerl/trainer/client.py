@@ -166,11 +166,11 @@ class TrainerClient:
         return await self._call(messages.DescribeWeights, Manifest)
 
     async def plan_weights(self, needs: tuple[Needs, ...]) -> WeightPlan:
-        """Plan updates from the tensors that each shard's workers need. `connect_weights` then uses the plan."""
+        """Plan weight updates for these needs, one entry for each shard. `connect_weights` then uses the plan."""
         return await self._call(partial(messages.PlanWeights, needs=needs), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
-        """Open the trainer's ends of the weight transport. Raises WeightGroupFailed if an engine does not join."""
+        """Let the sending ranks form groups with the engines. Raises WeightGroupFailed if an engine does not join."""
         failure = await self._call(partial(messages.ConnectWeights, connection=connection), str)
         if failure:
             raise WeightGroupFailed(failure)
@@ -236,8 +236,8 @@ class TrainerClient:
     ) -> Any:
         """Send each rank the command, wait for all answers, and return rank 0's answer as `kind`.
 
-        `leaves`: True if ranks may disconnect after the answer. `when_sent`: function that is called once every rank
-        was sent the command.
+        `make`: returns the command; called for each rank with the number of the call. `leaves`: True if ranks may
+        disconnect after the answer. `when_sent`: function that is called once every rank was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit = self._command_timeout_s
@@ -300,7 +300,7 @@ class TrainerClient:
             self.info = message.info
 
     async def _send_rendezvous(self) -> None:
-        """Send Meet to all ranks that have joined, once the rendezvous is known."""
+        """Once the rendezvous is known, send Meet to the ranks that have joined and were not yet sent Meet."""
         if self._rendezvous is None:
             return
         for rank in sorted(self._identities.keys() - self._met_ranks):
@@ -308,7 +308,7 @@ class TrainerClient:
             await self._send(rank, messages.encode(messages.Meet(rendezvous=self._rendezvous)))
 
     def _objection(self, hello: messages.Hello) -> str | None:
-        """The reason why this rank may not join, or None."""
+        """The reason why the process that sent `hello` may not join, or None."""
         reason = hello.objection(self._run_id, self._incarnation)
         if reason:
             return reason
@@ -409,7 +409,7 @@ class TrainerClient:
 
     @contextlib.asynccontextmanager
     async def _deadline(self, seconds: float, task: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
-        """Context that raises TrainerError, which names the ranks without an answer, after `seconds`."""
+        """Context that raises TrainerError after `seconds`, and names the ranks that `answered` does not return."""
         try:
             async with time_limit(seconds):
                 yield

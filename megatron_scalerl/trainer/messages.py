@@ -48,7 +48,7 @@ class Hello(sockets.Hello, frozen=True):
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """Address at which rank 0 has bound the run's store. Only rank 0 sends it, and only on several hosts."""
+    """Address at which rank 0 has bound the run's store. None for every other rank, and on one host."""
 
 
 class Meet(Message, frozen=True):
@@ -128,7 +128,7 @@ class PlanWeights(Command, frozen=True):
     """Plan the weight updates of engine workers with these `needs`. Answer: weights.plan.WeightPlan."""
 
     needs: tuple[Needs, ...]
-    """[shards] the tensors that each shard's workers need."""
+    """For each shard, the rectangles of each tensor that the shard's workers need."""
 
 
 class ConnectWeights(Command, frozen=True):

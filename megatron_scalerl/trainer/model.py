@@ -239,8 +239,8 @@ class PolicyModel(GPTModel):
         return project(weight=weight)
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
-        """[n, 1, 1, d] angles per token; [longest, 1, 1, d] by position for "thd" rows, except in latent
-        attention."""
+        """Rotary angles [n, 1, 1, d] for each token. "thd" rows get a table [longest, 1, 1, d] by position, except in
+        latent attention."""
         frequencies = self.inv_freq
         if row.qkv_format == "thd" and not self.config.multi_latent_attention:
             positions = torch.arange(row.longest, device=frequencies.device)
@@ -329,7 +329,10 @@ def _check_attention(config: Any, recipe: Recipe) -> None:
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
-    """A policy that is never trained, in the recipe's data type; `plan.settings` has compared the vocabularies."""
+    """A policy that is never trained, in the recipe's data type.
+
+    `plan.settings` has checked that the policy in `hf_path` has the vocabulary of the trained policy.
+    """
     family = family_of_folder(hf_path)
     recipe = recipe.with_settings(policy={"lora": None})
     options = model_options(family, recipe, parallel)
@@ -356,7 +359,7 @@ def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
-    """Tells the schedules how to defer gradient reduction to the last micro-batch."""
+    """Tells Megatron's schedules how to defer gradient reduction to the last micro-batch."""
     if not ddp.overlap_grad_reduce:
         return
     functions = [chunk.no_sync for chunk in chunks]
@@ -389,7 +392,7 @@ def load_chunks(models: Sequence[Any], state: Mapping[str, Any]) -> None:
 
 
 def sharded_models(models: Sequence[Any], *, adapters: bool = False) -> dict[str, Any]:
-    """Sharded state of model chunks by the keys of `keyed`: the adapters alone, or all except adapters."""
+    """Key of `keyed` -> the chunk's sharded state: the adapters alone if `adapters`, else all except adapters."""
     state = {}
     for key, model in keyed(models).items():
         items = model.sharded_state_dict().items()

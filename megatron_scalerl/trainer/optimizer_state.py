@@ -62,9 +62,9 @@ def live_storages(models: Sequence[Any], optimizer: Any) -> set[int]:
 
 
 class _Parameters:
-    """The values of all parameters of a buffer under one key, read by Megatron through slices like one large tensor.
+    """The values of all parameters of a buffer for one of KEYS. Megatron takes slices, as of one large tensor.
 
-    Each parameter has separate memory, since Megatron would copy slices of one large tensor again.
+    Each parameter has separate memory, since Megatron would copy slices of a large tensor once more.
     """
 
     def __init__(self) -> None:

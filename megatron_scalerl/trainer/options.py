@@ -38,7 +38,7 @@ _WITHOUT_ADAPTERS = (
     *("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
     *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
 )
-"""Options that choose Megatron's layers for which this package has no adapters."""
+"""Options under which Megatron uses layers for which this package has no adapters."""
 
 
 @record
@@ -101,7 +101,8 @@ def option_defaults() -> dict[str, Any]:
 def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any], model: Set[str]) -> None:
     """Raises ValueError for options that other sections set, and for values that are not supported.
 
-    present_values: option -> its value in the policy and the layers here. model: options that define a model.
+    present_values: option -> the value in the policy and this package's layers. model: the options that define the
+    policy's model, for which no other value is allowed.
     """
     for key, value in options.items():
         if key in ELSEWHERE:

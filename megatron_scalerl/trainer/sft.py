@@ -149,7 +149,7 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
 
 
 def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:
-    """`steps` batches over the examples, reshuffled (seeded) in every pass."""
+    """Yield one batch for each step. Every pass over the examples has a new order, drawn with the run's seed."""
     order: list[int] = []
     rng = random.Random(recipe.seed)
     for _ in range(recipe.sft.steps):

@@ -44,7 +44,7 @@ write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_prelo
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Replaces Megatron's writer: the same files and the same report, one file after another."""
+    """Write a rank's files one after another, in place of Megatron's method. Files and report are as Megatron's."""
     reports = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()
@@ -82,7 +82,7 @@ class ShardWriting:
     """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
 
     def __init__(self, request: AsyncRequest, live: Set[int]):
-        """Copy the live tensors, and start the thread that writes.
+        """Copy the tensors that steps change, and start the thread that writes.
 
         request: the result of `dist_checkpointing.save` inside `writing_in_process`. live: addresses of the memory
         that steps change. Steps may follow once the constructor returns.
@@ -121,7 +121,10 @@ class ShardWriting:
 
 
 def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
-    """`buckets` with copies of live tensors in host memory; the tensor lists in `buckets` are emptied."""
+    """Megatron's write buckets, with copies in host memory of the tensors that steps change.
+
+    The tensor lists in `buckets` are emptied. live: addresses of the memory that steps change.
+    """
     # `preload_fn` returns once the copies from a device are complete.
     copies: list[Any] = request.preload_fn()
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):

@@ -129,7 +129,7 @@ MICRO_BATCH_METRICS: Kinds = {
     for name, kind in (("mismatch", Mean), ("loss_tokens", Sum))
 }
 STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
-"""Metrics that are added once for a step. All ranks contribute to weights_changed, which has to be the last."""
+"""Metrics that are added once for a step. `reduced` needs weights_changed, to which all ranks add, at the end."""
 
 
 class StepMetrics:

@@ -49,7 +49,7 @@ class WeightChanges:
         return self._counts
 
     def _watch(self, part: Any, pairs: Any) -> None:
-        """Make `part`, one of Megatron's optimizers, compare the weights before each write, and register its shards.
+        """Make `part`, one of Megatron's optimizers, compare weights before each write; register the written shards.
 
         pairs: the optimizer's method that returns (parameters, fp32 main weights).
         """

@@ -20,9 +20,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from megatron_scalerl.weights.plan import Manifest
 
 _INDEX = 0
-"""Index of vLLM's only slot."""
+"""Index of the only adapter slot in vLLM, which is started with one slot."""
 SERVED = [1]
-"""[slots] number of each slot's adapter: vLLM counts the adapters on the command line from 1."""
+"""vLLM's number of the adapter in each slot; vLLM numbers the adapters on the command line from 1."""
 
 
 class AdapterSlot(torch.nn.Module):
@@ -47,7 +47,7 @@ class AdapterSlot(torch.nn.Module):
             layer.reset_lora(_INDEX)
 
     def _parsed(self, name: str) -> tuple[str, bool]:
-        """The name of a tensor in the adapter as (vLLM's name of the projection, whether the tensor is A)."""
+        """Returns (vLLM's name of the projection, whether the tensor is A) for a tensor of the adapter."""
         return parse_fine_tuned_lora_name(name, self._mapper)
 
     def _parts(self) -> Iterator[tuple[Any, list[str]]]:

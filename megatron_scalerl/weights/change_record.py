@@ -29,7 +29,7 @@ from megatron_scalerl.weights.changes import SMALL, ChangedElements, bits_of, mo
 
 @dataclass(slots=True)
 class _Region:
-    """The changes in a region of memory that an optimizer writes."""
+    """The changes, since the last update, in a region of memory that an optimizer writes."""
 
     elements: int
     dtype: torch.dtype
@@ -67,11 +67,10 @@ class ChangeRecord:
         self.is_recording = False
         """Whether changes are recorded, because an update will ask for changes; see `want`."""
         self._addresses: list[int] = []
-        """[regions] address of each region's first element, in rising order."""
+        """Address of each region's first element, in rising order."""
         self._regions: list[_Region] = []
         self._needed_regions: set[int] = set()
-        """Numbers of the regions that this rank's updates read. A region's number is the region's place in
-        `_addresses`."""
+        """Numbers of the regions that this rank's updates read. A region's number is the index in `_addresses`."""
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []
@@ -115,7 +114,7 @@ class ChangeRecord:
         self._step += 1
 
     def add(self, memory: Tensor, first: int, changes: ChangedElements | None) -> None:
-        """Add the changes that one step made in a chunk of a region. The chunks of a step come in order.
+        """Add the changes that one step made in a chunk of a region. The caller adds a step's chunks in rising order.
 
         first: the region's element at which the chunk starts. changes: None for more changes than `most_coded` allows
         for the region.
@@ -240,7 +239,7 @@ def _cut(changes: ChangedElements, bounds: Sequence[int], offset: int) -> Change
 
 
 def _newest(changes: ChangedElements) -> ChangedElements:
-    """The last bits of each changed element, in rising order of position.
+    """The newest bits of each changed element, in rising order of position.
 
     changes: the changes of several steps, in the order of the steps.
     """
@@ -250,8 +249,10 @@ def _newest(changes: ChangedElements) -> ChangedElements:
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:
-    """(stride in memory, size, stride in row-major order) of each axis with more than one element, the widest stride
-    first."""
+    """For each axis with more than one element, (stride in memory, size, stride in row-major order).
+
+    The axis with the widest stride in memory comes first.
+    """
     axes = []
     inner = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride())):

@@ -26,10 +26,13 @@ from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
-"""If more than 1 / MOST_CHANGED of a slot's elements changed, all values are sent: coding and writing single elements
-would cost more."""
+"""If more than 1 / MOST_CHANGED of the elements of a slot (a rectangle in a bucket) changed, all values are sent.
+
+To code and write single elements would cost more."""
 SMALL = 1 << 14
-"""A slot of up to this many elements is always coded: one changed norm must not make the whole bucket be sent."""
+"""The changes of a slot of up to this many elements are always coded.
+
+If all values of one small norm were sent, the whole bucket would have to be sent."""
 _LONG = 255
 """A gap's byte with this value stands for 255 unchanged elements, and the gap continues in the next byte."""
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -38,7 +41,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @record
 class ChangedElements:
-    """Elements whose bits differ, in rising order of position."""
+    """Elements whose bits changed, in rising order of position."""
 
     positions: Tensor
     """[n] int64: each element's position in the slot, region or view."""
@@ -66,8 +69,10 @@ def bits_of(values: Tensor) -> Tensor:
 
 
 def most_coded(elements: int) -> int:
-    """The largest number of changes for which a slot of `elements` is coded; with more changes, all values are
-    sent."""
+    """The largest number of changes that are coded in a slot of `elements` elements.
+
+    With more changes, all values of the slot are sent.
+    """
     return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
@@ -121,7 +126,7 @@ def decode(frame: Tensor, slots: Sequence[tuple[int, Ranges, torch.dtype]]) -> l
 
 
 def slot_numbers(counts: Sequence[int], device: torch.device) -> Tensor:
-    """[sum of counts] the number of the slot of each element. counts: elements of each slot."""
+    """For each element, the number of the element's slot: [sum of counts] int64. counts: elements of each slot."""
     return torch.repeat_interleave(_host(counts, device), output_size=sum(counts))
 
 
@@ -153,7 +158,7 @@ def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def _positions(gaps: Tensor, gap_bytes: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
-    """[slots][changed] int64, inverse of `_gaps`."""
+    """The positions in each slot, [slots][changed] int64, from the bytes of the gaps; inverse of `_gaps`."""
     is_last = gaps != _LONG
     # The running sum does not restart at a slot, so the sum before the slot is subtracted from the slot's positions.
     running = torch.cumsum(gaps.to(torch.int64) + is_last, 0)

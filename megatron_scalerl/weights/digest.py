@@ -143,13 +143,13 @@ def _factors_of_indices(axis: int, along: Along) -> np.ndarray:
 
 
 def factors_of(axis: int, size: int) -> np.ndarray:
-    """[at least `size`] uint64 factors of the indices of a dimension of a tensor."""
+    """The factors of the indices 0, 1, ... along dimension `axis` of a tensor: [at least `size`] uint64."""
     return _table(axis, max(size - 1, 1).bit_length())
 
 
 @cache
 def _table(axis: int, bits: int) -> np.ndarray:
-    """[2^bits] factors of a dimension's indices. One table serves all sizes up to 2^bits."""
+    """The factors of the first 2^bits indices along dimension `axis`. One table serves all sizes up to 2^bits."""
     return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
 
 

@@ -22,7 +22,10 @@ from megatron_scalerl.weights.plan import Ranges
 
 
 def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None:
-    """Write changes into live views. arrived: (the tensor's views, changes of the tensor)."""
+    """Write changes into live parameters.
+
+    arrived: for each changed rectangle, (all live views of the rectangle's tensor, the changes in the rectangle).
+    """
     groups: dict[tuple[int, ...], list[tuple[LiveView, Changes]]] = {}
     for views, changes in arrived:
         for view in views:
@@ -37,7 +40,10 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
 
 
 def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
-    """Write the changes of all pairs into one parameter. All rectangles have the same number of dimensions."""
+    """Write the changes of all (view, changes) pairs into one parameter, to which all views belong.
+
+    All rectangles have the same number of dimensions.
+    """
     live = pairs[0][0].live
     tables = _tables(pairs[0][0])
     remainders = torch.cat([changes.positions for _, changes in pairs])

@@ -32,9 +32,9 @@ from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
 from megatron_scalerl.weights.plan import Manifest, Ranges, merged_rectangles
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
-"""The load_weights method of a model."""
+"""The load_weights method of an engine's model, which takes (name, tensor) pairs."""
 Copied = Callable[["_Recording", Tensor], None]
-"""A function that takes the source and the destination of a copy."""
+"""A function that is called for each copy of the loader, with the source and the destination."""
 _IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
 """Functions that leave every element in place."""
 _FOLLOWED_FUNCTIONS = {
@@ -267,7 +267,7 @@ class _Recording(Tensor):
     flat_index: Tensor | None = None
 
     def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[Tensor, ...]]:
-        """The elements as (offset, steps of each dimension), for a copy into `shape`.
+        """The elements as (`source_offset`, `steps`) of a `Scatter`, for a copy into `shape`.
 
         Raises NotImplementedError for another shape, and for elements in an order that steps cannot describe.
         """

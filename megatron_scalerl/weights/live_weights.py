@@ -95,7 +95,7 @@ def _in_blocks(view: LiveView, parameter: Tensor) -> Iterator[LiveView]:
     row_dims = [dim for dim, stride in enumerate(unpacked_strides) if stride == width]
     if not set(unpacked_strides) <= {1, width, rows * width} or len(row_dims) > 1 or width == 1:
         raise NotImplementedError(
-            f"weights: {view.tensor}: the elements in {view.parameter} do not form rows and columns"
+            f"weights: {view.tensor}: the strides of the copy into {view.parameter} fit no rows and columns"
         )
     end_row = row + prod(view.live.shape[dim] for dim in row_dims)
     # Inside a block the rows are the innermost dimension, and columns are BLOCK_ROWS elements apart.
@@ -172,7 +172,7 @@ class LiveWeights:
             read = sum(map(volume, rectangles[name]))
             if count != read:
                 raise NotImplementedError(
-                    f"weights: {name}: the loader reads {read} values, but the parameters hold {count} of this tensor"
+                    f"weights: {name}: the loader reads {read} values of this tensor, but writes {count} values"
                 )
         self.needs = tuple(rectangles[meta.name] for meta in manifest)
         names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
@@ -253,12 +253,12 @@ def _packed_experts(model: Any) -> set[str]:
         if layer.w13_weight.device.type != "cpu":
             backend = str(getattr(layer.quant_method, "unquantized_backend", "unknown"))
             if not backend.upper().endswith("TRITON"):
-                raise NotImplementedError(f"weights: {prefix}: the layout of expert weights in {backend} is unknown")
+                raise NotImplementedError(f"weights: {prefix}: no layout of expert weights in {backend} is known")
             continue
         in_blocks = getattr(experts, "isa", None) == "vec" and not getattr(experts, "_use_zentorch", False)
         if not in_blocks or not _rows_lie_in_blocks(layer.w13_weight.dtype):
             raise NotImplementedError(
-                f"weights: {prefix}: the layout of expert weights in {type(experts).__name__} is unknown"
+                f"weights: {prefix}: no layout of expert weights in {type(experts).__name__} is known"
             )
         names |= {f"{prefix}.w13_weight", f"{prefix}.w2_weight"}
     return names

@@ -45,13 +45,13 @@ class Holding:
 
 @record
 class SendPlan:
-    """The plan of an update, and the trainer's side of the plan: ranks and holdings."""
+    """The plan of a weight update, with facts for the trainer alone: the senders' ranks and the holdings."""
 
     plan: WeightPlan
     ranks: tuple[int, ...]
-    """[senders] global rank of each sender."""
+    """Global rank of each sender, by the sender's number."""
     holdings: tuple[Holding, ...]
-    """[parts] the rectangle that each part is cut from."""
+    """For each part of the plan, the holding that the part is cut from."""
 
 
 class _Candidates(NamedTuple):
@@ -74,7 +74,7 @@ def send_plan(
 ) -> SendPlan:
     """The plan of an update from a trainer whose global ranks stand at `places`.
 
-    stage_of_layer: layer -> pipeline stage. needs: [shards] the needs of each shard's workers. dtype: as in
+    stage_of_layer: layer -> pipeline stage. needs: for each shard, the needs of the shard's workers. dtype: as in
     `manifest`. most_senders: number of ranks that may send. Raises ValueError if the weight map and the layout do not
     make up every needed element exactly once.
     """
@@ -149,7 +149,7 @@ def _candidates(
 def _holders_of(
     rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """((shard, number of shards), ranks that hold this shard) for each tensor-parallel shard of a parameter."""
+    """Yield ((shard, number of shards), ranks that hold the shard) for each tensor-parallel shard of a parameter."""
     if rule.expert is not None:
         expert_rank = rule.expert // experts_per_rank
         by_shard = [holders[(stage, expert_rank, shard)] for shard in range(sizes.etp)]

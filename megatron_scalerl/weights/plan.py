@@ -47,7 +47,7 @@ VLLM_BACKEND = "msrl"
 Ranges = tuple[tuple[int, int], ...]
 """A rectangle: (first, end) along each dimension of a tensor; () for a scalar."""
 Needs = tuple[tuple[Ranges, ...], ...]
-"""[tensors] the disjoint rectangles of each tensor that a worker needs."""
+"""For each tensor of the manifest, in order: the disjoint rectangles that a worker needs."""
 
 
 def overlap(first_ranges: Ranges, second_ranges: Ranges) -> Ranges | None:
@@ -196,7 +196,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     senders: int
     """Number of sending ranks."""
     needs: tuple[Needs, ...]
-    """[shards] the needs of each shard's workers."""
+    """For each shard, the needs of the shard's workers, which all have the same needs."""
     parts: tuple[Part, ...]
     """All parts, layer by layer."""
 
@@ -222,7 +222,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
-        """[shards] 63 bits of a digest of each shard's plan, equal on the shard's senders and workers."""
+        """For each shard, 63 bits of a digest of the shard's plan, equal on the shard's senders and workers."""
         # Headers are signed int64, so a digest has 63 bits.
         texts = (to_json(self.of_shard(shard)) for shard in range(len(self.needs)))
         return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
@@ -344,7 +344,7 @@ def _check_cover(meta: ParamMeta, sent_rectangles: Sequence[Ranges], needed_rect
 
 
 def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
-    """[groups] how often the rectangles of each group cover each cell of the tensor.
+    """For each group of rectangles, an array: how many of the rectangles cover each cell of the tensor.
 
     The boundaries of all rectangles cut the tensor into cells. Counting cells takes less time than counting a
     tensor's billion elements, or than comparing pairs of rectangles.
@@ -414,13 +414,13 @@ class Connection:
     """
 
     backend: str
-    """The backend of the groups: gloo, nccl or shm."""
+    """Transport over which the groups broadcast: gloo, nccl or shm."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
     """Name of the connection, unique and not a secret. The store of sender n and shard s is called GROUP-n-s."""
     world_sizes: tuple[int, ...]
-    """[shards] members of a shard's group: 1 + the workers of all engines that need the shard."""
+    """For each shard, the number of members of a group: 1 sender and the shard's workers in all engines."""
     bucket_mib: int
     """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
@@ -446,8 +446,10 @@ class SendReport:
     most_received: int = 0
     """Bytes of the worker that received the most."""
     digests: tuple[str, ...] = ()
-    """[shards] digest of the buckets that were sent to the shard (hex)."""
+    """For each shard, the digest of the buckets that were sent to the shard's workers (hex)."""
     values: tuple[str, ...] = ()
-    """[shards] digest of the values that the shard received (hex), independent of the buckets."""
+    """For each shard, the digest of the values that the shard's workers received (hex), whatever the buckets."""
     failure: str = ""
-    """The reason why a group failed, as when an engine ends during the broadcast. No other field is valid then."""
+    """The reason why a group failed, such as the end of an engine during the broadcast. Empty after success.
+
+    After a failure no other field is valid."""

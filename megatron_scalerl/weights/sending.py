@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSending:
-    """This rank's part in the weight updates of a run: the connection, and the sending."""
+    """Connects this rank to the engines, and sends this rank's parts of every weight update of a run."""
 
     def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, change_record: ChangeRecord | None = None):
         """change_record: the optimizer's record of changes. Without a record, parameters are compared with copies."""
@@ -40,7 +40,7 @@ class WeightSending:
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
-        """Form the groups; returns why a group could not be formed, empty if all groups were formed. Collective."""
+        """Form the groups, and return why a group could not be formed; "" if all groups were formed. Collective."""
         failure = ""
         number = self._source.sender
         self.close()
@@ -121,7 +121,7 @@ class WeightSending:
         dist.all_reduce(table)
         ranks = table[: len(failed_ranks)].nonzero().flatten().tolist()
         if ranks and not failure:
-            failure = f"the weight group of trainer rank {ranks[0]} failed, see its log"
+            failure = f"a weight group of trainer rank {ranks[0]} failed; the log of this rank says why"
         return failure, table[len(failed_ranks) :].cpu()
 
 

@@ -39,8 +39,10 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 
 
 def fill(chunks: Sequence[Any], family: Family, read: Callable[..., Tensor], parallel: Parallel) -> None:
-    """Fill this rank's shards of all tensors in the weight map. `read(name, index, shape)` reads a part of a
-    tensor."""
+    """Fill this rank's shards of all tensors in the weight map.
+
+    `read(name, index, shape)` returns the part at `index` of the tensor `name`, whose whole shape is `shape`.
+    """
     parameters = canonical_parameters(chunks, parallel)
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
@@ -74,7 +76,7 @@ class MegatronWeightSource:
     def __init__(
         self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1, family: Family | None = None
     ):
-        """most_senders: most ranks that may send, but the ranks of one copy of the model always send.
+        """most_senders: largest number of ranks that send; the ranks of one copy of the model send in any case.
 
         family: the weight map that names the tensors, such as the adapters' map to send adapters alone; None: the
         policy's.
@@ -85,7 +87,7 @@ class MegatronWeightSource:
         self._parameters = canonical_parameters(chunks, parallel)
         self._adapter_functions = _adapter_functions(chunks)
         self._last_call: tuple[str, Tensor] | None = None
-        """Name and result of the last call of a function of `_adapter_functions` in this update."""
+        """The last call of a function of `_adapter_functions` in this update: the parameter's name and the result."""
         config = unwrap(chunks[0]).config
         self._dtype = str(config.params_dtype).removeprefix("torch.")
         self.manifest = manifest(self.family, self._dtype)
@@ -110,7 +112,7 @@ class MegatronWeightSource:
 
     @property
     def plan(self) -> WeightPlan:
-        """The plan that every update follows."""
+        """The plan of every update until the next `plan_for`."""
         return self._sends.plan
 
     @property
@@ -166,8 +168,10 @@ class MegatronWeightSource:
 
 
 def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[Tensor], Tensor]]:
-    """id of a parameter -> the function that makes the values to send, for weights with adapters and for the
-    adapters' B."""
+    """id of a parameter -> function from the parameter's values to the values that are sent.
+
+    The parameters are the weights with adapters, which are merged, and the adapters' B, which are scaled.
+    """
     functions = {}
     for chunk in chunks:
         for linear in unwrap(chunk).modules():
@@ -182,7 +186,7 @@ def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[Tensor], Te
 
 
 def _places(parallel: Parallel) -> list[Place]:
-    """[world] the place of each rank; collective."""
+    """The `Place` of each rank of the trainer, by rank. Collective."""
     place = Place(
         tp=parallel.tp_rank,
         pp=parallel.pp_rank,
@@ -242,7 +246,7 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
     # Ranks exchange a tensor, not objects: torch would unpickle objects, which can run code.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
-    assert -1 not in stages, f"stages of the layers, -1 for a layer that no stage holds: {stages.tolist()}"
+    assert -1 not in stages, f"stage of each layer, where -1 means that no stage has the layer: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))
 
 

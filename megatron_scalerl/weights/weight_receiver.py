@@ -54,9 +54,9 @@ class ConnectInfo(WeightTransferInitInfo):
     connection: dict[str, Any]
     """A `Connection` as JSON data."""
     places: list[tuple[int, int]]
-    """[workers of this engine] each worker's (shard, rank in the shard's groups)."""
+    """For each worker of this engine, by rank: (number of the worker's shard, rank in the shard's groups)."""
     plans: list[str]
-    """[shards] each shard's plan (`plan.to_json` of `WeightPlan.of_shard`)."""
+    """For each shard, the shard's part of the plan as JSON (`plan.to_json` of `WeightPlan.of_shard`)."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """The receiver of one worker, with the groups, the shard's plan, and the version of the live parameters."""
+    """Receives weight updates in one worker of an engine, and writes the weights into the model."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -82,7 +82,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._plan: WeightPlan | None = None
         """The plan of this worker's shard."""
         self._held_version: int | None = None
-        """The version of the live parameters; None unless all values came over these groups."""
+        """Policy version of the model's parameters. None unless all values came over the present groups."""
         self._copies: dict[str, list[str]] = {}
         """Name of a tied parameter -> the further names under which vLLM's loader also needs the parameter."""
 
@@ -171,7 +171,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         needed_names = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
         if sorted(arrivals) != sorted(needed_names):
             raise RuntimeError(
-                f"weight update: the {len(arrivals)} arrived tensors are not the {len(needed_names)} that are needed"
+                f"weight update: {len(arrivals)} tensors arrived, not the {len(needed_names)} that this worker needs"
             )
         if loaded_names is not None and (missing_names := sorted(expected_names - loaded_names)):
             raise RuntimeError(f"weight update: the model's loader did not set the parameters {missing_names[:3]}")
@@ -287,7 +287,7 @@ def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
             if manager is not None:
                 # vLLM's loader takes no adapters, so the error is final here.
                 raise ValueError(str(error)) from error
-            logger.warning("weight updates go through vLLM's loader, not straight into live parameters: %s", error)
+            logger.warning("updates go through vLLM's loader, since parameters cannot be written in place: %s", error)
             live = None
         model._msrl_live = (manifest, live)
     return cast(LiveWeights | None, live)

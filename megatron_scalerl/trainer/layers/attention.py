@@ -49,7 +49,11 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             packed_seq_params: PackedRow | None = None,
             **keywords: Any,
         ) -> Tensor:
-            """The attention of `core` for queries [N, heads, d], with chunks and query scale."""
+            """The result of `core` for queries [N, heads, d].
+
+            The queries are first multiplied by `query_scale` of the positions. If `chunked`, `core` gets the row with
+            sequences split into chunks.
+            """
             assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
             if query_scale is not None:
                 scale = query_scale(packed_seq_params.position_ids)
@@ -109,7 +113,7 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """[s, b, heads, d] queries, [s, b, groups, d] keys and values to [s, b, heads * d].
+        """The result [s, b, heads * d] for queries [s, b, heads, d], and keys and values [s, b, groups, d].
 
         Values may have another d than keys; latent attention leaves out the b of a packed row.
         """
@@ -133,7 +137,7 @@ class SdpaCoreAttention(torch.nn.Module):
         layout = packed_seq_params.layout
         if self.chunked:
             layout = packed_seq_params.chunked
-        assert layout is not None, "this row is for Transformer Engine's attention and has no buckets"
+        assert layout is not None, "a row made for Transformer Engine's attention has no layout for this class"
         return self._packed(q, k, v, layout).reshape(s, 1, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:

@@ -20,12 +20,12 @@ from torch import Tensor
 from megatron_scalerl.record import record
 
 PADDING = -1
-"""The number in `Share.places` of a padding token, which has no index in the row."""
+"""Stands in `Share.places` for a padding token, which has no index in the row."""
 
 
 @record
 class Span:
-    """Consecutive queries of a rank's share, and the consecutive keys up to the last query's position."""
+    """Consecutive queries of a rank's share, and the consecutive keys that the last of the queries sees."""
 
     queries: int
     start: int
@@ -140,7 +140,7 @@ def share_length(starts: list[int], *, size: int, divisor: int) -> int:
 
 
 def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], int]:
-    """(length of each padded sequence, length of an additional sequence of padding at the end)."""
+    """Returns (length of each sequence with padding, length of a further sequence, of padding alone, at the end)."""
     # A sequence is split into two chunks for each rank. Without context parallelism only the sum is padded.
     multiple = 1
     if size > 1:

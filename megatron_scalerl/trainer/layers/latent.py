@@ -32,7 +32,7 @@ class RowAngles(torch.nn.Module):
         self.factor = factor
 
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
-        """The angles of the row, which is the last argument.
+        """The rotary angles of the row, which Megatron passes as the last argument.
 
         Megatron takes the result for a length, and passes it to `forward`.
         """

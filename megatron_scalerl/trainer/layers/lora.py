@@ -48,14 +48,16 @@ from megatron_scalerl.trainer.adapter_folder import adapter_reader
 from megatron_scalerl.weights.source import fill
 
 _BY_ROWS = ("linear_proj", "linear_fc2")
-"""Layers that tensor-parallel ranks divide by inputs. All other layers are divided by outputs."""
+"""Linear layers whose inputs tensor-parallel ranks divide. In all other linear layers ranks divide the outputs."""
 _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""(layer divided by inputs, sequence parallelism) -> collective on A x. The backward pass runs the reverse."""
+"""(whether ranks divide the layer's inputs, whether sequence parallelism is on) -> collective on A x.
+
+The backward pass runs the reverse collective."""
 
 
 class Adapters(torch.nn.Module):
@@ -102,7 +104,9 @@ class Adapters(torch.nn.Module):
         else:
             sizes = [size // group.size() for size in sizes]
         self.widths = [size // self.groups for size in sizes]
-        """Outputs of each projection in one of `groups` groups; each group has the outputs of all projections."""
+        """Number of outputs of each projection in one group.
+
+        The layer's outputs are `groups` groups, and each group has outputs of all projections."""
         self.targets = {projection: projection in lora.targets for projection in projections}
         """Projection of the layer -> whether the projection has an adapter."""
         self.sharded: dict[str, int] = {}
@@ -135,7 +139,7 @@ class Adapters(torch.nn.Module):
         return self._plus(result, outputs)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The layer's weight with its adapters, computed in fp32; ranks exchange nothing."""
+        """`weight` plus the adapters' scaled products B A, computed in fp32. Ranks exchange nothing."""
         pairs = zip(self._factors("A"), self._factors("B"))
         products = [self.scale * (a.float().t() @ b.float().t()) for a, b in pairs]
         return self._plus(weight.float().t(), products).t().to(weight.dtype)

@@ -1,4 +1,4 @@
-"""RMS norms for sequence parallelism, for queries and keys (two norms), and for a linear layer's result."""
+"""RMS norms: with sequence parallelism, of queries and keys (each head or all heads), of a linear layer's result."""
 
 from typing import Any
 

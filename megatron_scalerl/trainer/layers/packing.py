@@ -73,7 +73,7 @@ class PackedRow(PackedSeqParams):
     chunked: Layout | None = None
     """The layout of sequences that are split into chunks, for layers with chunked attention."""
     context: Context | None = None
-    """Keys and queries of this rank under context parallelism; None with Transformer Engine or a layout."""
+    """This rank's attention under context parallelism; None with Transformer Engine, and where `layout` is set."""
     in_chunks: PackedRow | None = None
     """The row with sequences split into chunks, for chunked layers with Transformer Engine; None if none is split."""
     angles: Tensor | None = None
@@ -116,7 +116,7 @@ def layout(starts: list[int]) -> Layout:
 
 
 def _bucket(spans: list[tuple[int, int]]) -> Bucket:
-    """The bucket of some sequences. spans: (length, start) of each sequence, the longest first."""
+    """Make the bucket of the sequences in `spans`: (length, start in the row) of each, the longest first."""
     length = spans[0][0]
     lengths = torch.tensor([span[0] for span in spans])[:, None]
     starts = torch.tensor([span[1] for span in spans])[:, None]

@@ -50,7 +50,9 @@ class ReplayedRouting(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n, K] scores, [n, K] experts) from scores [n, E]: the row's experts, the router's own where unknown.
+        """Returns (scores [n, K], experts [n, K]) from scores [n, E]: the experts that the row's choices name.
+
+        Where the choice is unknown, and in a row without choices, the router's top K are returned.
 
         Raises ValueError if the row's choices do not have the shape [n, K].
         """
@@ -69,7 +71,7 @@ class ReplayedRouting(RouterReplay):
 
 
 def install(decoder: Any) -> None:
-    """Installs a ReplayedRouting at every router of a decoder's layers; without choices routers choose."""
+    """Installs a ReplayedRouting at every router of a decoder's layers. For rows without choices routers choose."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:

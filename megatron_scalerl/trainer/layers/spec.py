@@ -32,9 +32,10 @@ from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, S
 
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-"""Prefix of a norm's parameters -> Transformer Engine's, where the norm is part of the linear layer after it.
-Distributed checkpoints use Transformer Engine's names, so runs with and without Transformer Engine read the same
-checkpoints."""
+"""Prefix of a norm's parameters in plain layers -> the prefix in Transformer Engine's layers.
+
+Transformer Engine makes the norm a part of the next linear layer. Distributed checkpoints use Transformer Engine's
+names, so runs with and without Transformer Engine read the same checkpoints."""
 
 
 class PlainSpecProvider(LocalSpecProvider):
@@ -139,7 +140,11 @@ def _layer_spec(
 def _attention_spec(
     config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
 ) -> ModuleSpec:
-    """The attention of a layer: linear layers, norms of queries and keys, the core with chunks and query scale."""
+    """The spec of a layer's attention: linear layers, norms of queries and keys, and the core attention.
+
+    In Llama 4, the core of chunked layers attends inside chunks of a sequence, and the core of layers without rotary
+    positions multiplies queries by a factor of the position.
+    """
     core = provider.core_attention()
     if config.multi_latent_attention:
         return _latent_attention_spec(config, provider, core)

@@ -58,7 +58,7 @@ class Values:
 
 
 Payload = Values | list[Changes]
-"""What the receiver gets at once: the values of one slot, or the changes of all slots of a bucket."""
+"""One item of `receive`: the values of one slot of a bucket, or the changes of all slots of a bucket."""
 
 
 def receive(
@@ -88,7 +88,7 @@ def receive(
         base_versions = ", ".join(map(str, sorted(bases)))
         version_held = "no version" if held_version is None else f"version {held_version}"
         raise RuntimeError(
-            f"weight update: the changes start from version {base_versions}, but the worker holds {version_held}"
+            f"weight update: the changes apply to version {base_versions}, but this worker holds {version_held}"
         )
     is_whole = ALL_VALUES in bases
     sequence = sequence_numbers(bucket.sender for bucket in order)
@@ -162,7 +162,9 @@ def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator
 
 
 def _arrive(group: Group, bucket: Bucket, is_whole: bool, memory: Tensor | None) -> Callable[[], Tensor | None]:
-    """Start to receive a bucket, and return a function that waits for the bytes; None for a bucket that is not sent.
+    """Start to receive a bucket, and return a function that waits for the bucket's bytes and returns the bytes.
+
+    The function returns None for a bucket without changes, which is not sent.
 
     is_whole: the update is whole, so no size comes first. memory: where the bucket goes; None for new memory.
     """
@@ -190,7 +192,7 @@ def _arrive(group: Group, bucket: Bucket, is_whole: bool, memory: Tensor | None)
         # No digest covers the size, so the size is checked.
         if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
-                f"weight update: a sender announced {nbytes} bytes of changes for a bucket of {bucket.nbytes} bytes"
+                f"weight update: a sender announced {nbytes} bytes of changes, not between 1 and {bucket.nbytes} - 1"
             )
         if nbytes == ALL_VALUES:
             nbytes = bucket.nbytes
@@ -222,8 +224,7 @@ def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) ->
 
 
 def sequence_numbers(groups: Iterable[int]) -> list[int]:
-    """[buckets] the number of each bucket in the sequence of the bucket's group. groups: group of each bucket, in
-    order."""
+    """For each bucket, the number of earlier buckets of the same group. groups: the group of each bucket."""
     buckets_so_far = Counter[int]()
     numbers = []
     for group in groups:

@@ -103,7 +103,7 @@ class NcclGroup(Group):
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "NCCL needs an accelerator"
+        assert accelerator is not None, "weights.transport nccl needs a GPU, but torch finds none in this process"
         self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         super().__init__(connection, rank, sender, shard)
 

@@ -45,7 +45,7 @@ class Sender:
         self.sizes: list[int] = []
         """[buckets] bytes of each bucket in the last update, padding included, without headers and digests."""
         self._buckets: list[Bucket] = []
-        """The buckets that this rank sends."""
+        """The buckets that this rank sends in an update, in order."""
         self._copies: dict[int, Tensor] = {}
         """Number of a bucket -> the bytes that all receivers have, kept to find changes that no optimizer records."""
         self._version = ALL_VALUES
@@ -133,7 +133,7 @@ class Sender:
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert record is not None, "a bucket has neither a copy nor a record of changes"
+            assert record is not None, "a bucket has no copy of the last update and no optimizer record"
             by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):
@@ -186,7 +186,7 @@ class Sender:
 
 
 def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[Tensor]:
-    """[slots] the values of each slot, as a view of a parameter."""
+    """For each slot of the bucket, the values to send, as a view of a result of `read`."""
     values = []
     for slot in bucket.slots:
         part = plan.parts[slot.part]
@@ -198,9 +198,9 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[Tensor]:
 
 
 def _compared(copy: Tensor, bucket: Bucket, values: Sequence[Tensor]) -> list[ChangedElements | None]:
-    """[slots] the changes since the copy was made; None for a slot with more changes than `most_coded` allows.
+    """For each slot, the changes since `copy` was made; None for a slot with more changes than `most_coded` allows.
 
-    The copy then gets the present values.
+    `copy` gets the present values of all slots.
     """
     by_slot: list[ChangedElements | None] = []
     for slot, slot_values in zip(bucket.slots, values):

@@ -151,7 +151,7 @@ class ShmGroup(Group):
             raise RuntimeError("the group of the weight update is closed")
         data = tensor.view(-1).view(torch.uint8)
         if self._leads:
-            with _failing_as("a receiver of the weight group left or did not answer"):
+            with _failing_as("an engine's worker left or did not answer; see the engines' logs"):
                 self._send(data)
             chunks = self._next
         else:
@@ -161,7 +161,7 @@ class ShmGroup(Group):
             if not self._is_open:
                 raise RuntimeError("the group of the weight update is closed")
             if self._leads:
-                with _failing_as("a receiver of the weight group left or did not answer"):
+                with _failing_as("an engine's worker left or did not answer; see the engines' logs"):
                     self._wait_for(chunks)
                 return
             with _failing_as("the sender of the weight group left or did not answer"):
