@@ -22,11 +22,11 @@ from megatron_scalerl.recipe.other_names import unknown_key
 from megatron_scalerl.record import record
 
 STARTUP_S = 600.0
-"""Assumed seconds until the first step, for a run without a record of a start."""
+"""Assumed seconds from a job's start to the first step, for a run whose ledger has no earlier start."""
 SAVE_S = 300.0
-"""Assumed seconds of a step and a checkpoint, for a run without a record of a save."""
+"""Assumed seconds to finish a step and write a checkpoint, for a run that has not recorded the time of a save."""
 _RECENT = 100
-"""Number of latest steps. The slowest of the steps is the estimate for the step before a save."""
+"""Number of latest steps, of which the slowest is the estimate for the step that a run finishes before a save."""
 JOBS = "jobs.jsonl"
 """File in RUN/slurm: one line per submission with the ids of the jobs."""
 
@@ -235,7 +235,7 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
 
 
 def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
-    """The partition called `names`; for several names with commas, the minimum over the partitions.
+    """The partition called `names`; for several names, separated by commas, the result of `smallest_partition`.
 
     Raises ValueError for an unknown name.
     """

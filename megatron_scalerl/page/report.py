@@ -290,4 +290,4 @@ _LINES = (
     ("engines paused", "engine_paused_seconds", _SECONDS),
     ("whole update, failed attempts included", "publish_seconds", _SECONDS),
 )
-"""(label, column of metrics.jsonl, format) of each line of the table."""
+"""(label, column of metrics.jsonl, function that formats a number) of each line of the table of weight updates."""

@@ -8,7 +8,7 @@ The saved tensors depend on the layers and on the device (`Kernels`):
   version 2.20.2, planned memory was 1.05 and 1.07 times the measured memory (docs/measurements.md).
 * `plain` layers are used without Transformer Engine (`trainer/layers`). SwiGLU is not fused, and saves five tensors
   of the MLP's width instead of three. Rotary angles are saved per token. Attention saves padded copies of queries,
-  keys, values and output. On a CPU norms save two fp32 copies of the input. The CPU's figures were measured with
+  keys, values and output. On a CPU norms save two fp32 tensors. The CPU's figures were measured with
   `torch.autograd.graph.saved_tensors_hooks`, and tools/bench_plan.py compares plans with the memory of whole runs. On
   a GPU PyTorch's norm is a kernel that saves the input and one number per token. Attention is PyTorch's flash (or
   cuDNN) kernel, which saves the same tensors as the CPU's. The GPU's figures are derived from PyTorch's sources, and

@@ -114,10 +114,10 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The recipe's section `engine` for the smallest engine whose KV cache holds SEQUENCES sequences of maximum length:
-    fewest devices, then smallest share of a device's memory.
+    """The recipe's section `engine` for the smallest engine whose KV cache holds SEQUENCES sequences of full length.
 
-    None if no size in SIZES is large enough. colocate: engines share the trainer's devices.
+    The smallest engine has the fewest devices, then the smallest share of a device's memory. None if no size in SIZES
+    is large enough. colocate: engines share the trainer's devices.
     """
     heads = family.transformer["num_attention_heads"]
     for size in SIZES:

@@ -43,7 +43,7 @@ class QueueSettings:
     """Number of first steps, while the pipeline fills, that the means leave out: whole phases, if the schedule has
     phases."""
     takes_turns: bool = False
-    """Whether trainer and engines share devices and run at the same time, each at a lower speed (`split.queue_of`)."""
+    """Whether trainer and engines run at the same time on shared devices, and so slow down (`split.queue_of`)."""
 
     @property
     def batch_tokens(self) -> float:
