@@ -60,7 +60,7 @@ def recipes_of(
             earlier_file = folders.setdefault(recipe.run_dir.absolute(), item.file)
             if earlier_file != item.file:
                 raise ValueError(
-                    f"{item.file}: the run folder {recipe.run_dir} is also that of {earlier_file}; change name"
+                    f"{item.file}: the run folder {recipe.run_dir} also belongs to {earlier_file}; change name"
                 )
         recipes += variants
     return recipes, duplicates
@@ -285,6 +285,6 @@ def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
     then.
     """
     if jobs is None and job_ids(run):
-        raise ValueError(f"{run}: a submitted job may still use this script; use a login node, or rename the run")
+        raise ValueError(f"{run}: a job of this run may still exist; ask Slurm on a login node, or rename the run")
     for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: the run has job {job.job_id} already, {job.state}; cancel by scancel {job.job_id}")

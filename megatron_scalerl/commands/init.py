@@ -141,7 +141,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"steps, enough for a first run; {FIRST_STEPS} are enough for a first look"),
+        "steps": (STEPS, f"optimizer steps of a first run; {FIRST_STEPS} are enough for a first look"),
         "output_dir": ("runs", "folder that will contain the run's folder"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),

@@ -241,7 +241,7 @@ def simulate(s: QueueSettings) -> Timing:
         batch = run.gate.batch(run.version)
         while batch is None:
             while not run.one_event():
-                assert run.events, "the gate waits for a batch, but no completion runs"
+                assert run.events, "bug in the simulation: the trainer waits for a batch, but no completion runs"
             batch = run.gate.batch(run.version)
         waited += run.now - wait_begin
         run.gate.take(batch)
