@@ -159,7 +159,7 @@ def node_space(name: str) -> Check:
     if free >= SPACE_BYTES:
         return Check(name, "ok", space)
     remedy = "delete files, or set TMPDIR; for shared memory of a container, set --ipc=host or --shm-size"
-    expected = f"a run is assumed to need {size(SPACE_BYTES)}"
+    expected = f"{size(SPACE_BYTES)} is the assumed need of a run"
     return Check(name, "failed" if free <= SPACE_LEAST else "warning", f"{space}, {expected}; {remedy}")
 
 

@@ -84,7 +84,7 @@ class Site(BaseModel):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a job that takes all GPUs of a node may have the whole node."""
+        """Whether a job that takes all GPUs of a node may reserve the whole node (sbatch --exclusive)."""
         return self.sbatch.get("exclusive", "oversubscribe" not in self.sbatch) is True
 
     @property

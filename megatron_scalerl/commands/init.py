@@ -44,7 +44,7 @@ CPU_FLOPS = 3e12
 SMALL = 1e9
 """Number of parameters below which a policy is small, and a chat policy is sampled at a lower temperature."""
 CPU_BATCH = 8
-"""Prompts of a step, and completions of each prompt, if CPUs generate."""
+"""If CPUs generate: the number of prompts of a step, and also of completions of each prompt."""
 FEWEST_HELD_OUT = 4
 """Least number of held-out prompts, if the file has enough prompts."""
 VALIDATED = 120
