@@ -285,6 +285,6 @@ def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
     then.
     """
     if jobs is None and job_ids(run):
-        raise ValueError(f"{run}: only Slurm knows whether the run's old job is over; use a login node, or rename the run")
+        raise ValueError(f"{run}: only Slurm knows whether the last job is over; use a login node, or rename the run")
     for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: the run has job {job.job_id} already, {job.state}; cancel by scancel {job.job_id}")
