@@ -138,7 +138,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 
 
 def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
-    """GPUs of a node: --gpus-per-node, else one per rank and engine device on one node, all GPUs on several nodes.
+    """Number of GPUs that the run takes of each node: --gpus-per-node if given. Else a run on one node takes a GPU
+    for each rank and engine device, and a run on several nodes takes all GPUs of each node.
 
     In a partition with GPUs the run takes GPUs, unless --gpus-per-node is 0. Raises ValueError for --slots with GPUs,
     for more GPUs than a node has, and for fewer than a run on one node takes.

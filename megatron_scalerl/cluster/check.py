@@ -28,7 +28,8 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The result of `check`; failed if the operating system refuses a call of the check (OSError)."""
+    """Call `check` without arguments and return the result. If the check raises OSError, return a failed check called
+    `name`."""
     try:
         return check()
     except OSError as error:

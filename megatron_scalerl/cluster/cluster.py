@@ -75,7 +75,8 @@ def partitions() -> dict[str, Partition]:
 
 
 def smallest_partition(candidates: Sequence[Partition]) -> Partition:
-    """The minimum of each number over several partitions: Slurm starts a job in whichever partition is free first."""
+    """A partition with the minimum of each number (GPUs, CPUs, nodes, time limit) over several partitions, because
+    Slurm starts a job in whichever partition is free first."""
     limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(
         name=",".join(partition.name for partition in candidates),
@@ -106,7 +107,7 @@ def gpu_type_of(gres: str) -> str | None:
 
 
 def _only(types: set[str | None]) -> str | None:
-    """The type of GPU, if there is exactly one; else None."""
+    """The only element of `types`; None if `types` is empty or has several elements."""
     return types.pop() if len(types) == 1 else None
 
 

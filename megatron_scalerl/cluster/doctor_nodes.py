@@ -29,7 +29,7 @@ help then."""
 PROGRAM_PREFIX = "megatron-scalerl: "
 """Beginning of the lines that megatron-scalerl prints about errors."""
 _LONGEST = 500
-"""Largest number of characters of a log's line in a reason."""
+"""Largest number of characters of a log's line that is quoted as the reason why a node is unfit."""
 
 
 def allocated_nodes() -> list[str]:

@@ -143,7 +143,8 @@ def _options(plan: JobPlan) -> list[str]:
 
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
-    """A command of the program, in the site's container; the template adds a path at the end."""
+    """Shell text that starts the program with the arguments `words`, in the site's container if there is one. The
+    script's template adds a path at the end."""
     has_container = plan.site.container != "none"
     program: Sequence[str] = (sys.executable, "-m", "megatron_scalerl")
     if has_container:

@@ -28,7 +28,7 @@ SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path(
 """Name of a check -> folder of this node in which ranks and engines need SPACE_BYTES of free space."""
 OUTPUT_SPACE = "output folder: space"
 DIFFERENT = ("host", *SPACE, OUTPUT_SPACE)
-"""Checks whose results may differ between the nodes of a run."""
+"""Names of the checks whose results may differ between the nodes of a run."""
 SPACE_BYTES = GIB
 """Assumed free space that each folder of SPACE needs (bytes), for rendezvous files, compilers, NCCL and engines."""
 SPACE_LEAST = GIB // 16
@@ -159,7 +159,7 @@ def node_space(name: str) -> Check:
     if free >= SPACE_BYTES:
         return Check(name, "ok", space)
     remedy = "delete files, or set TMPDIR; for shared memory of a container, set --ipc=host or --shm-size"
-    expected = f"{size(SPACE_BYTES)} should be free (assumed)"
+    expected = f"{size(SPACE_BYTES)} is the assumed need of a run"
     return Check(name, "failed" if free <= SPACE_LEAST else "warning", f"{space}, {expected}; {remedy}")
 
 
@@ -194,7 +194,7 @@ def canary(place: Path) -> Check:
 
 
 def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
-    """Bytes of checkpoint.keep + 1 checkpoints, or the reason why the number is unknown."""
+    """Bytes of checkpoint.keep + 1 checkpoints; if the size of a checkpoint is unknown, the reason as text."""
     from megatron_scalerl.plan.command import config_folder
 
     try:

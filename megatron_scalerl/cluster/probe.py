@@ -46,9 +46,10 @@ class Installed:
 
 
 def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str:
-    """The last line that a module of this package prints as a program, which is killed after `limit_s`.
+    """Run a module of this package as a program with the arguments `words`; return the last line of the output.
 
-    variables: added to the program's environment. Raises RuntimeError if the program fails or takes longer.
+    The program is killed after `limit_s` seconds. variables: added to the program's environment. Raises RuntimeError
+    if the program fails or takes longer.
     """
     argv = tied_command([sys.executable, "-m", module, *words])
     process = subprocess.Popen(

@@ -41,7 +41,8 @@ _FIXED_OPTIONS = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Options that the job needs to save the run, to be queued again, and to be watched."""
+"""Options of sbatch that a site file may not set: the job sets the options, in order to save the run, to be queued
+again and to be watched."""
 _REPLACED_OPTIONS = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
@@ -49,7 +50,7 @@ _REPLACED_OPTIONS = {
     "oversubscribe": "exclusive",
     "cpus-per-gpu": "cpus-per-task",
 }
-"""Option of the site -> the job's option that it replaces."""
+"""Option of sbatch in the site file -> the job's option that is then left out."""
 
 
 class Site(BaseModel):
@@ -83,7 +84,7 @@ class Site(BaseModel):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a job that takes all GPUs of a node may have the whole node."""
+        """Whether a job that takes all GPUs of a node may reserve the whole node (sbatch --exclusive)."""
         return self.sbatch.get("exclusive", "oversubscribe" not in self.sbatch) is True
 
     @property
@@ -93,9 +94,10 @@ class Site(BaseModel):
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, job_options: Options, *, gpus: int) -> list[str]:
-        """The options of each #SBATCH line: the job's options and the site's. Raises ValueError for less than `gpus`.
+        """The text of each #SBATCH line, from the job's options and the site's options.
 
-        gpus: GPUs of a node; the number is added to a type of GPU without a number.
+        gpus: GPUs that the job takes of each node. If the site's options name a type of GPU without a number, the
+        number is `gpus`. Raises ValueError if the site's options request fewer GPUs.
         """
         site_options = {name: value for name, value in self.sbatch.items() if gpus or not _requests_gpus(name, value)}
         if _requests_gpus("gres", site_options.get("gres")):
@@ -136,7 +138,8 @@ def _requests_gpus(name: str, value: object) -> bool:
 
 
 def _numbered(gres: str, gpus: int) -> str:
-    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError for a number below `gpus`."""
+    """`gres` with the number `gpus` added to GPUs without a number. Raises ValueError if the result has fewer
+    than `gpus` GPUs."""
     # matches `gpu` and `gpu:h100`, which give no number, but neither `gpu:4` nor `gpu:h100:4`
     numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(numbered) < gpus:

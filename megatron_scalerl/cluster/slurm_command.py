@@ -100,8 +100,8 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="with several nodes: exclude a node that has not reported its check after S s (default: %(default)g)",
     )
-    job.add_argument("--startup-seconds", type=float, metavar="S", help="start-up time (default: of earlier starts)")
-    job.add_argument("--save-seconds", type=float, metavar="S", help="time of one save (default: of earlier saves)")
+    job.add_argument("--startup-seconds", type=float, metavar="S", help="time to first step (default: slowest seen)")
+    job.add_argument("--save-seconds", type=float, metavar="S", help="time of step and save (default: slowest seen)")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

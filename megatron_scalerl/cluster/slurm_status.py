@@ -19,7 +19,7 @@ from megatron_scalerl.record import record
 ROLES = ("setup", "preflight", "controller")
 """Programs that an attempt starts, in this order; each program leaves ROLE.exit and ROLE.log."""
 FIRST_NODE = "first-node.log"
-"""File in an attempt's folder. Another node writes a line there if the first node was lost."""
+"""File in an attempt's folder. If the job's first node was lost, a further node writes a line about the loss."""
 _LONGEST = 500
 """Largest number of characters of a reason that is printed."""
 
@@ -87,7 +87,7 @@ def attempts(run: Path) -> list[Path]:
 
 
 def unfit_nodes(attempt: Path) -> dict[str, str]:
-    """Unfit node, excluded by the attempt's check -> reason."""
+    """Name of each node that the attempt's check found unfit and excluded -> the reason."""
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 

@@ -22,11 +22,11 @@ from megatron_scalerl.recipe.other_names import unknown_key
 from megatron_scalerl.record import record
 
 STARTUP_S = 600.0
-"""Assumed seconds until the first step, for a run without a record of a start."""
+"""Assumed seconds from a job's start to the first step, for a run whose ledger has no earlier start."""
 SAVE_S = 300.0
-"""Assumed seconds of a step and a checkpoint, for a run without a record of a save."""
+"""Assumed seconds to finish a step and write a checkpoint, for a run that has not recorded the time of a save."""
 _RECENT = 100
-"""Number of latest steps. The slowest of the steps is the estimate for the step before a save."""
+"""Number of latest steps, of which the slowest is the estimate for the step that a run finishes before a save."""
 JOBS = "jobs.jsonl"
 """File in RUN/slurm: one line per submission with the ids of the jobs."""
 
@@ -60,7 +60,7 @@ def recipes_of(
             earlier_file = folders.setdefault(recipe.run_dir.absolute(), item.file)
             if earlier_file != item.file:
                 raise ValueError(
-                    f"{item.file}: the run folder {recipe.run_dir} is also that of {earlier_file}; change name"
+                    f"{item.file}: the run folder {recipe.run_dir} also belongs to {earlier_file}; change name"
                 )
         recipes += variants
     return recipes, duplicates
@@ -235,7 +235,7 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
 
 
 def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
-    """The partition called `names`; for several names with commas, the minimum over the partitions.
+    """The partition called `names`; for several names, separated by commas, the result of `smallest_partition`.
 
     Raises ValueError for an unknown name.
     """
@@ -285,6 +285,6 @@ def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
     then.
     """
     if jobs is None and job_ids(run):
-        raise ValueError(f"{run}: a submitted job may still use this script; use a login node, or rename the run")
+        raise ValueError(f"{run}: only Slurm knows whether the last job is over; use a login node, or rename the run")
     for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: the run has job {job.job_id} already, {job.state}; cancel by scancel {job.job_id}")

@@ -22,8 +22,8 @@ finished, or with exit code 1 when the engine has not been in the run for --wait
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """Command that starts the engine's agent, which starts the engine once and ends with the engine."""
 ATTEMPTS = "attempts.jsonl"
-"""File with a run's attempts. `controller.run_folder` also has the name, but imports torch, and this process has to
-stay small next to an engine."""
+"""File with a run's attempts. `controller.run_folder` defines the name, too, but imports torch, and this process has
+to stay small next to an engine."""
 END = "end.json"
 """File of a run that says how the latest finished attempt ended."""
 FIRST_DELAY_S = 1.0
@@ -33,7 +33,7 @@ LONGEST_DELAY_S = 60.0
 HEALTHY_S = 600.0
 """An agent that lived longer than this (seconds) resets the delay: the next failure counts as the first in a row."""
 EXIT_GIVEN_UP = 1
-"""Exit code if the engine was not in the run for --wait-minutes."""
+"""Exit code if no controller of the run accepted the engine for --wait-minutes."""
 
 _STOP_S = 30.0
 """Seconds that the agent has to end the server after SIGTERM; then the agent is killed."""
@@ -47,7 +47,7 @@ _ENDS = {
 }
 """Exit code of the agent -> reason why the agent ended."""
 _TAKEN_IN = (0, 3)
-"""Exit codes of an agent whose engine was in the run."""
+"""Exit codes of an agent whose engine was accepted by a controller before the agent ended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,9 +124,10 @@ def has_ended(folder: Path) -> bool:
 
 
 async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> str:
-    """Start a new agent whenever an agent has ended, until the run has ended; returns an empty text then.
+    """Start the engine's agent, and start a new agent whenever an agent ends. Returns an empty text after the run's
+    end.
 
-    If the engine was outside of the run for `wait_s` seconds, returns the reason why the last agent ended.
+    If no controller accepted the engine for `wait_s` seconds, returns the reason why the last agent ended.
     """
     from megatron_scalerl.launch.control_folder import read_controller
     from megatron_scalerl.processes.child_process import ChildProcess

@@ -30,7 +30,7 @@ EPILOG = """examples:
 Given settings are written unchanged. All other settings are chosen, with the reason in a comment on the line."""
 
 Choices = dict[str, tuple[Any, str]]
-"""Key of the recipe, at most two names -> (value, reason for the value)."""
+"""Key of a setting, SECTION.NAME or NAME -> (value, reason for the value, which the recipe holds as a comment)."""
 STEPS = 200
 """Number of steps of the run, unless the user gives a number."""
 FIRST_STEPS = 20
@@ -38,19 +38,20 @@ FIRST_STEPS = 20
 SHORTEST = 16
 """Shortest completion for which a policy has to have room (tokens)."""
 CPU_LENGTHS = (64, 256)
-"""Range of the longest completion if CPUs generate (tokens)."""
+"""If CPUs generate, the maximum length of a completion is chosen from this range (tokens)."""
 CPU_FLOPS = 3e12
 """FLOPs of a step on CPUs, about half a minute of one core. The longest completion is chosen to reach this number."""
 SMALL = 1e9
 """Number of parameters below which a policy is small, and a chat policy is sampled at a lower temperature."""
 CPU_BATCH = 8
-"""Prompts of a step, and completions of each prompt, if CPUs generate."""
+"""If CPUs generate: the number of prompts of a step, and also of completions of each prompt."""
 FEWEST_HELD_OUT = 4
 """Least number of held-out prompts, if the file has enough prompts."""
 VALIDATED = 120
 """Number of completions of a validation, over all prompts."""
 VALIDATIONS = 25
-"""Validations of a run after step 0: a forecast from the first half uses twelve, as in the quickstart."""
+"""Number of validations of a run after step 0. A forecast from the first half of the run uses twelve of the
+validations, as in the quickstart."""
 SAVES = 10
 """Number of checkpoints that a run writes."""
 PAPER_PARAMETERS = 8.03e9
@@ -63,8 +64,8 @@ DOUBTS = {
     "prompts.think_end": "",
     "interruption.enabled": "with these tags",
 }
-"""Key of a setting that is also written with another value, as a comment -> condition under which to use the
-value."""
+"""Key of a setting for which the recipe may hold an alternative value, as a comment -> text of the comment: when the
+user should take the alternative."""
 DOUBT_TOKENS = 32
 """Tokens that prompts.max_prompt_tokens leaves for a template or tags that the user may add (DOUBTS)."""
 
@@ -127,7 +128,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[str, Any], str]:
-    """(lines of the recipe, other values that may be right, a sentence on the run's cost).
+    """(settings with reasons, key -> alternative value to write as a comment, a sentence on the run's cost).
 
     Raises ValueError for a policy, a file or GPUs that cannot be used.
     """
@@ -140,7 +141,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"steps, enough for a first run; {FIRST_STEPS} are enough for a first look"),
+        "steps": (STEPS, f"optimizer steps of a first run; {FIRST_STEPS} are enough for a first look"),
         "output_dir": ("runs", "folder that will contain the run's folder"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),
@@ -296,7 +297,11 @@ def _prompt_choices(
 
 
 def _held_out(usable: int, limit: int) -> int:
-    """Number of prompts to hold out: a tenth of the usable prompts, and enough for a forecast; at most `limit`."""
+    """Number of prompts to hold out: a tenth of the usable prompts, or more for a forecast; at most `limit`.
+
+    For a forecast the number is at least VALIDATED, or a quarter of the usable prompts if a quarter is less. From a
+    short file at least FEWEST_HELD_OUT prompts are held out, or half of the usable prompts if half is less.
+    """
     minimum = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
     return min(limit, max(usable // 10, minimum))
 

@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _is_list(reference: str) -> bool:
-    """Whether math-verify reads the reference as a list without brackets, which is right in any order."""
+    """Whether math-verify reads the reference as a list without brackets, so that an answer with the elements in any
+    order is right."""
     from megatron_scalerl.rewards.math import last_box
     from megatron_scalerl.rewards.math_compare import read
     from megatron_scalerl.rewards.math_text import whole_answer

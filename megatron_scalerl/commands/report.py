@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir", type=Path, metavar="RUN", help="folder of the run; with --html also a folder of runs"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run to FILE, at most 25 MB")
-    parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON to OUT; - prints them")
+    parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON to OUT; - prints JSON")
     parser.add_argument(
         "--group",
         type=int,

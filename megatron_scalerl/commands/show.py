@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
-    """Index of the requested completion; if `index` is None, of the first completion that `only` admits.
+    """`index`, the number of the requested completion; if `index` is None, the number of the group's first completion
+    of the kind `only`: "interrupted", "unconfirmed", or "" for any kind.
 
     Raises ValueError for an index beyond the group.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROGRAM = (sys.executable, "-m", "megatron_scalerl", "train")
 """The command that makes a run; the recipe's file is appended."""
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
-"""Keys, or beginnings of keys, of the settings that all recipes of a study share."""
+"""Keys, or beginnings of keys, of the settings that have to be equal in all recipes of a study."""
 EPILOG = """examples:
   megatron-scalerl study recipes/ablations --base my_run.yaml --seeds 2 --reference scalerl
   megatron-scalerl study a.yaml b.yaml --seeds 3 --out runs/a_or_b          two whole recipes
@@ -122,7 +122,8 @@ def _file(recipe: Recipe) -> Path:
 def _compare(
     arguments: argparse.Namespace, folders: Sequence[Path], duplicates: Mapping[str, str], console: Console
 ) -> None:
-    """Print and write the comparison of the runs by `fit --compare`."""
+    """Print and write the comparison of the runs by `fit --compare`. duplicates: name of a left-out recipe -> name of
+    the equal recipe."""
     from megatron_scalerl.fit import command
 
     out = Path(arguments.out)

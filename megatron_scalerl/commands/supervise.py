@@ -175,7 +175,7 @@ def _exit_code(code: int) -> int:
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
     """Wait for `seconds`, or until a signal of _HANDLED_SIGNALS has come and the handler has run.
 
-    Returns at once if a signal came before the call (`stopped_by`).
+    stopped_by: signals that the handler has received so far; if there is a signal, the call returns at once.
     """
     # the signals are blocked, so that no signal can come between the check and the wait
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)

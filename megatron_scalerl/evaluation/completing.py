@@ -47,7 +47,7 @@ class Request:
 
 
 Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
-"""A function that takes each result as soon as the score is known."""
+"""A function that is called with each request and the result, as soon as the completion is scored or lost."""
 
 
 @record
@@ -59,11 +59,11 @@ class Completer:
     at_once: int
     """Number of requests in flight; with `rounds`, number of requests of each engine in a round."""
     only: EngineClient | None = None
-    """The engine that is held at the version; None: every serving engine has the version."""
+    """The one engine that keeps the version during the measurement; None: every serving engine has the version."""
     rounds: Rounds | None = None
     """The rounds of a deterministic run (`engine.rounds`); None: requests do not wait for each other."""
     count: Callable[[int], object] = int
-    """A function that gets the number of tokens of each completion."""
+    """A function that is called with the number of generated tokens of each completion; the result is ignored."""
 
     async def engine(self, number: int) -> EngineClient:
         """The engine for problem `number`, shared by all completions of the problem. Raises HeldEngineLost if `only`
@@ -113,8 +113,8 @@ class Completer:
         finished(request, result)
 
     async def complete_all(self, requests: Iterable[Request], finished: Finished) -> None:
-        """Complete every request. Raises the first failure of a request that is not HeldEngineLost; else
-        HeldEngineLost."""
+        """Complete every request. If requests fail, raises the first failure that is no HeldEngineLost, or
+        HeldEngineLost if every failure is a HeldEngineLost."""
         waiting = iter(requests)
 
         async def work() -> None:

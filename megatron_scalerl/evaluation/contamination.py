@@ -153,7 +153,8 @@ _Index = dict[tuple[str, ...], list[int]]
 
 
 def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]:
-    """(n-gram -> problems, whole text -> problems that are hit by an equal prompt alone, n-grams of each problem)"""
+    """(n-gram -> indices of problems, whole text -> indices of problems that only an equal prompt hits, number of
+    n-grams of each problem)"""
     grams: _Index = {}
     whole_texts: _Index = {}
     totals = []

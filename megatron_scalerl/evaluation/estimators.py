@@ -15,8 +15,8 @@ import numpy as np
 from megatron_scalerl.record import record
 
 Outcomes = Sequence[Sequence[bool]]
-"""[P][k] whether each completion of each prompt is correct. A prompt has at least one completion, and fewer than k
-if some were lost."""
+"""For each of P prompts, whether each of the prompt's k completions is correct. A prompt has at least one completion,
+and fewer than k if some were lost."""
 LEVEL = 0.95
 """Confidence level of every interval."""
 DRAWS = 10_000
@@ -41,7 +41,7 @@ class Estimate:
 
 
 def rates(outcomes: Outcomes) -> np.ndarray:
-    """[P] share of correct completions of each prompt."""
+    """The share of correct completions of each prompt, an array of shape [P]."""
     return np.asarray([sum(row) / len(row) for row in outcomes])
 
 
@@ -97,8 +97,8 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
 
 
 def bootstrap_means(values: np.ndarray) -> np.ndarray:
-    """[DRAWS, C] means of values [P, C] over prompts drawn with replacement. All columns have the same prompts in
-    a draw."""
+    """The means [DRAWS, C] of the columns of `values` [P, C] over P prompts drawn with replacement, for each of DRAWS
+    draws. In a draw all columns have the same prompts."""
     prompts = len(values)
     random = np.random.default_rng(0)
     means = []

@@ -25,7 +25,7 @@ from megatron_scalerl.record import record
 COMPLETIONS = "completions.jsonl"
 SUMMARY = "summary.json"
 FORMAT = 1
-"""Format of both files."""
+"""Number of the format of completions.jsonl and summary.json, written into both files."""
 
 
 @record
@@ -186,12 +186,12 @@ def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
 
 @record
 class Cell:
-    """The completions of one file at one budget. Produced by `cells`."""
+    """The completions of one evaluation file at one thinking budget. Produced by `cells`."""
 
     file: str
     budget: int | None
     rows: tuple[tuple[Row, ...], ...] = field(repr=False)
-    """[P][k] completions of each problem that are not lost; every problem has at least one completion."""
+    """For each of P problems, the rows of the completions that are not lost, at least one."""
     lost: int
 
     @property

@@ -47,7 +47,8 @@ class FileSummary:
 
 
 def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
-    """The summary of a cell of `file`. contaminated: hits on the file, if training prompts were compared."""
+    """The scores of the completions in `cell`, which are of problems in `file`. contaminated: the problems' hits by
+    training prompts, if training prompts were compared. k: requested completions of each problem."""
     outcomes = cell.outcomes
     rows = list(chain(*cell.rows))
     shares = rates(outcomes)
@@ -89,7 +90,8 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
 def summaries_of(
     cells: Sequence[Cell], files: Sequence[ProblemFile], contaminations: Mapping[str, Contamination], *, k: int
 ) -> list[FileSummary]:
-    """The summary of each cell. contaminations: hits of the files that were compared with training prompts."""
+    """The summary of each cell. contaminations: file name -> hits by training prompts; empty without a comparison.
+    k: requested completions of each problem."""
     by_name = {file.name: file for file in files}
     return [summarize(cell, by_name[cell.file], contaminations.get(cell.file), k=k) for cell in cells]
 

@@ -131,7 +131,8 @@ class Reader:
         }
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
-        """The trainer's token scores in a batch, by (group, sample). Raises ValueError for a damaged file."""
+        """(group, index of a completion) -> the trainer's scores of the completion's tokens, for the batch of
+        `record`. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
 

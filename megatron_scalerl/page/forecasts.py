@@ -69,7 +69,8 @@ class Forecasts:
         return [moved_text(outlooks, measured_end(rows, recipe))]
 
     def payload(self) -> list[dict[str, Any]]:
-        """The forecasts as JSON values. Each list has one value per point of the path to the run's end."""
+        """The forecasts as JSON values. The lists of a forecast describe the curve that is drawn up to
+        the run's end, with a value for each point."""
         return [
             {
                 "step": forecast.outlook.step,

@@ -102,7 +102,8 @@ def report(run_dir: Path, console: Console) -> None:
 
 
 def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
-    """(rows to fit, later rows to forecast) by the recipe's `forecast` section; empty if the run is too short."""
+    """(rows to fit, later rows to forecast), by the recipe's section `forecast`. Both are empty if fewer than three
+    rows can be fitted, or if the run has no validation at step 0."""
     until = section["fit_until_share"] * rows[-1]["step"]
     used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
     fitted = [row for row in used if row["step"] <= until]
@@ -290,4 +291,4 @@ _LINES = (
     ("engines paused", "engine_paused_seconds", _SECONDS),
     ("whole update, failed attempts included", "publish_seconds", _SECONDS),
 )
-"""(label, column of metrics.jsonl, format) of each line of the table."""
+"""(label, column of metrics.jsonl, function that formats a number) of each line of the table of weight updates."""

@@ -156,7 +156,8 @@ class RunPage:
         return answer(await self._locked(partial(self._payload, since)))
 
     def _reading(self, read: Callable[..., Any], *names: str) -> Handler:
-        """A handler that answers with the result of `read`. names: the request parameters passed to `read`."""
+        """A handler that calls `read` and answers with the result as JSON. names: the request parameters, all whole
+        numbers, that are passed to `read` in this order."""
 
         async def handle(request: web.Request) -> web.Response:
             return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))

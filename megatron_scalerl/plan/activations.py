@@ -4,14 +4,15 @@ The saved tensors depend on the layers and on the device (`Kernels`):
 
 * `te` layers are Transformer Engine's. Norms fused into the linear layers save input, output and one number per
   token. SwiGLU saves its input. Attention on packed sequences ("thd") saves queries, keys, values, output and a
-  log-sum-exp. These facts are read from the sources of version 2.11. With version 2.20.2 on one H200 the planner's
-  memory was 1.05 and 1.07 times what two shapes took (docs/measurements.md).
-* `plain` layers are used without Transformer Engine (`trainer/layers`). Unfused SwiGLU saves five widths instead of
-  three. Rotary angles are saved per token. Attention saves padded copies of queries, keys, values and output. On a
-  CPU norms save two fp32 copies. The CPU's figures were measured with `torch.autograd.graph.saved_tensors_hooks`, and
-  tools/bench_plan.py compares plans with the memory of whole runs. On a GPU PyTorch's norm is a kernel that saves the
-  input and one number per token. Attention is PyTorch's flash (or cuDNN) kernel, which saves the same tensors as the
-  CPU's. The GPU's figures are derived from PyTorch's sources, and not measured.
+  log-sum-exp. The facts come from the code of Transformer Engine 2.11. For two model shapes on one H200, with
+  version 2.20.2, planned memory was 1.05 and 1.07 times the measured memory (docs/measurements.md).
+* `plain` layers are used without Transformer Engine (`trainer/layers`). SwiGLU is not fused, and saves five tensors
+  of the MLP's width instead of three. Rotary angles are saved per token. Attention saves padded copies of queries,
+  keys, values and output. On a CPU norms save two fp32 tensors. The CPU's figures were measured with
+  `torch.autograd.graph.saved_tensors_hooks`, and tools/bench_plan.py compares plans with the memory of whole runs. On
+  a GPU PyTorch's norm is a kernel that saves the input and one number per token. Attention is PyTorch's flash (or
+  cuDNN) kernel, which saves the same tensors as the CPU's. The GPU's figures are derived from PyTorch's sources, and
+  not measured.
 """
 
 from collections.abc import Collection
@@ -95,7 +96,7 @@ class Shape:
 
 
 def shape_of(family: Family, style: LayerStyle) -> Shape:
-    """The widths of a layer with the MLP (dense or experts) and the attention of `style`."""
+    """The widths of a layer of `family` whose MLP (dense or experts) and attention have the features in `style`."""
     t: dict[str, Any] = dict(family.transformer)
     hidden = t["hidden_size"]
     heads = t["num_attention_heads"]
@@ -156,11 +157,11 @@ class LayerBytes:
     core_inputs: float
     """Bytes of queries, keys and values, which core attention saves even if recomputed."""
     mlp: float
-    """Bytes inside the dense MLP or the shared expert."""
+    """Bytes that the dense MLP or the shared expert saves."""
     experts: float
-    """Bytes of the router, of the dispatch, and inside the experts."""
+    """Bytes that the router, the dispatch of tokens to experts, and the routed experts save."""
     activation: float
-    """Part of `experts`: bytes of the outputs of the activation function."""
+    """Part of `experts`: bytes of the outputs of the experts' activation function."""
 
     @property
     def total(self) -> float:
@@ -170,7 +171,7 @@ class LayerBytes:
 
 def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
     """Bytes that a layer saves on one rank, for each token of the rank's share of a micro-batch. width: bytes per
-    element."""
+    element. imbalance: `Assumptions.expert_imbalance`."""
     tp = layout.tp
     sp = layout.sp
     q = shape.query / tp
@@ -243,7 +244,8 @@ def _experts(shape: Shape, layout: Layout, width: int, swiglu_widths: int, imbal
 
 
 def kept_bytes(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
-    """Bytes per token that a layer saves until its backward pass under the recompute setting."""
+    """Bytes per token that a layer saves until the layer's backward pass, under the setting `recompute`. bytes_:
+    bytes without recomputation. hidden: elements per token of the layer's input on one rank."""
     if recompute.granularity == "full":
         return hidden * width
     total = bytes_.total
@@ -263,9 +265,9 @@ def kept_bytes(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: in
 
 
 def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float, adapters: bool) -> float:
-    """Bytes per token of the gradients that are in memory together in a layer's backward pass.
+    """Bytes per token of all gradients that are in memory at the same time in a layer's backward pass.
 
-    These are the gradients of the MLP, of the residual and of the gathered input.
+    The gradients are of the MLP, of the residual, and of the layer's input gathered over sequence-parallel ranks.
     """
     widths = 4
     # While an adapter's output is added, three more copies of the outputs of gate and up-projection are in memory.

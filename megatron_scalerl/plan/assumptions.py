@@ -58,7 +58,7 @@ class Assumptions:
         1.0, "share", "generated completions that are trained", "upper bound; the ScaleRL paper gives no value"
     )
     runtime_gib: _AtLeast0 = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers")
-    fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead, of temporary memory")
+    fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead on temporary memory")
     expert_imbalance: _AtLeast1 = _assumed(1.5, "x mean", "experts' tokens on the busiest expert-parallel rank")
     engine_overhead_gib: _AtLeast0 = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head")
     turns: _AtLeast1 = _assumed(3, "", "mean turns of an episode, with an environment")

@@ -18,7 +18,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LoraSection
 
 SIZES = (1, 2, 4, 8)
-"""Sizes of model-parallel groups and of engines that are tried. None exceeds a node of eight GPUs."""
+"""Numbers of GPUs that are tried for a model-parallel group and for an engine. No number exceeds a node of eight
+GPUs."""
 MOST_GPUS = 256
 """Largest number of GPUs that is tried for an error's advice, if the policy does not fit the given GPUs."""
 SPARE = 0.1
@@ -31,7 +32,7 @@ SHARES = (0.25, 0.4, 0.55)
 """Shares of a device's memory that are tried for an engine that shares the trainer's devices."""
 
 Layout = dict[str, Any]
-"""Name of a recipe's section -> settings in the section."""
+"""Part of a recipe as nested dictionaries: name of a section or setting -> content."""
 
 
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
@@ -113,10 +114,10 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The section `engine` of the smallest engine whose KV cache is large enough: fewest devices, then smallest share
-    of a device.
+    """The recipe's section `engine` for the smallest engine whose KV cache holds SEQUENCES sequences of full length.
 
-    None if no size is large enough.
+    The smallest engine has the fewest devices, then the smallest share of a device's memory. None if no size in SIZES
+    is large enough. colocate: engines share the trainer's devices.
     """
     heads = family.transformer["num_attention_heads"]
     for size in SIZES:
@@ -144,9 +145,9 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
 
 
 def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
-    """Candidates (size of a model-parallel group, section `megatron`), cheapest first.
+    """Trainer layouts to try, cheapest first: (GPUs of a model-parallel group, the recipe's section `megatron`).
 
-    Per size the first candidate recomputes nothing and the second recomputes MLPs. Candidates that recompute whole
+    For each size, the first layout recomputes nothing and the second recomputes MLPs. Layouts that recompute whole
     layers come last.
     """
     experts = family.transformer.get("num_moe_experts")

@@ -128,7 +128,8 @@ def _write(options: argparse.Namespace, numbers: Mapping[str, Any]) -> None:
 
 
 def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) -> int:
-    """Print the plan in one line. Returns the exit code: 2 for a problem with --check, else 0."""
+    """Print the plan in one line, `head: verdict`, and return 0. With --check and a `problem`, print the problem
+    instead, to stderr, and return 2."""
     if options.check and problem:
         print(f"megatron-scalerl: {head.partition(' ')[0]}: {problem}", file=sys.stderr)
         return 2
@@ -138,7 +139,7 @@ def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) ->
 
 
 def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict[str, str]]:
-    """The GPU's key in `GPUS`, the layers, the assumptions, and the source of each assumption.
+    """(the GPU's key in `GPUS`, kind of the trainer's layers, assumptions, name of each assumption -> source).
 
     Flags take precedence over the file of --assumptions, and the file over the defaults. Raises ValueError for an
     invalid file. Raises ValueError if --gpu or --layers differ from the file's, because constants measured on one GPU

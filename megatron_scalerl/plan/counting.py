@@ -40,7 +40,7 @@ class RankParameters:
     dense: int
     expert: int
     largest: int
-    """Parameters of the largest single weight."""
+    """Number of elements of the largest weight."""
 
     @property
     def total(self) -> int:
@@ -80,7 +80,8 @@ def trained_family(recipe: Recipe, family: Family) -> Family:
 
 
 def elements(rule: Rule, size: int = 1) -> int:
-    """Number of a parameter's elements on rank 0 of a parallel group of `size` ranks, which no rank exceeds."""
+    """Number of a parameter's elements on rank 0 of a parallel group of `size` ranks; no rank has more. rule: the
+    parameter's rule in the weight map."""
     slices = ([index for index in piece.hf_index if isinstance(index, slice)] for piece in rule.pieces(0, size))
     return sum(math.prod(index.stop - index.start for index in piece) for piece in slices)
 

@@ -34,9 +34,9 @@ ASSUMED = Assumptions(thinking_median=0.6, kept_share=0.7)
 `thinking_median` suits the short budgets on CPUs. `kept_share` is below 1 because groups that are all right or all
 wrong are not trained."""
 LIBRARIES = {"controller": 0.6, "trainer": 0.7, "engine": 1.4}
-"""Resident memory of a process before it holds a policy (GiB)."""
+"""Kind of process -> resident memory of one process of this kind before the policy is loaded (GiB)."""
 FIXED_S = 1.0
-"""Seconds of a step that do not depend on the policy, for batches and weight updates."""
+"""Seconds that a step takes for batches and weight updates, whatever the size of the policy."""
 ROWS = 256
 """Number of rows of the matrices that `measured_flops` multiplies."""
 MEASURED_S = 0.3
@@ -52,11 +52,11 @@ class CpuPlan:
     machine_gib: float
     """Memory of the machine (GiB)."""
     threads: int
-    """Number of threads that compute."""
+    """Number of threads of all trainer ranks and engines together."""
     cores: int
     """Number of cores that this process may use."""
     seconds: Mapping[str, float]
-    """Seconds of work in a step of all trainer ranks ("trainer") and all engines ("engine"), with enough cores."""
+    """"trainer" or "engine" -> seconds of work of all trainer ranks, or of all engines, in a step on enough cores."""
     step_seconds: float
     """Seconds of a step. Trainer and engine work at the same time, or in turn if there are too few cores."""
     run_seconds: float

@@ -18,7 +18,8 @@ from megatron_scalerl.record import record
 MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default gpu_memory_utilization."""
 MAX_NUM_SEQS = 256
-"""Concurrent sequences of an engine if engine.vllm.max_num_seqs is not set. vLLM's default is no lower."""
+"""Assumed limit of an engine's concurrent sequences if engine.vllm.max_num_seqs is not set. vLLM's default is at
+least as high."""
 
 
 @record
@@ -33,7 +34,7 @@ class EngineMemory:
     weights_bytes: float
     overhead_bytes: float
     kv_bytes: float
-    """Bytes available to the KV cache."""
+    """Bytes of the device that are available to the KV cache."""
     kv_bytes_per_token: float
     """Bytes of one token's KV cache on all devices of the engine together."""
     limit_bytes: float
@@ -76,7 +77,8 @@ class Decoding:
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Seconds for the prefill of a prompt and, in an episode of several turns, of the text before later turns."""
+    """Seconds of prefill for one completion: of the prompt and, in an episode, of the environment's replies and of
+    text that the prefix cache has lost."""
     running: int
     """Largest number of concurrent completions. Further completions are queued in the engine."""
 

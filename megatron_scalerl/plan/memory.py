@@ -29,10 +29,10 @@ CPU_RUNTIME_BYTES = 72 * MIB
 """Bytes of the code pages, thread pools and kernels that a CPU process has added after its first step (measured on
 machine A of docs/measurements.md)."""
 CPU_KERNEL_CACHE_BYTES = 256 * MIB
-"""Bytes of oneDNN's cache, a bf16 kernel for each of the last 1,024 shapes. Experts have new shapes in every call
-(measured)."""
+"""Measured bytes of oneDNN's cache, which keeps a bf16 kernel for each of the last 1,024 shapes of matrices. A policy
+with experts fills the cache, because experts have new shapes in every call."""
 _CAST_COLUMNS = 4096
-"""Columns of the head that a CPU casts to fp32 at once."""
+"""Number of columns of the logit projection's weight that a CPU casts to fp32 at once."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 
@@ -182,7 +182,7 @@ def _activations(
     micro_batches: int,
     stage: int,
 ) -> tuple[float, float]:
-    """(saved activations, largest workspace of one layer), bytes."""
+    """(bytes of saved activations, bytes of the largest workspace of one layer) on a rank of the stage."""
     width = WIDTH[recipe.policy.dtype]
     tokens = tokens_of(recipe, layout)
     recompute = activations.recompute_of(recipe)
@@ -252,7 +252,8 @@ def in_chunk(recipe: Recipe) -> bool:
 def logit_bytes(
     recipe: Recipe, family: Family, layout: Layout, tokens: int, *, kernels: Kernels
 ) -> tuple[float, float]:
-    """(gradients kept until the backward pass, workspace of the logit projection), bytes.
+    """(bytes of the head's gradients, which are kept until the backward pass; bytes of the logit projection's
+    workspace).
 
     trainer.logit_workspace_mb bounds the workspace. A GPU takes workspace up to the limit; a CPU works in blocks of
     at most 2^25 elements.

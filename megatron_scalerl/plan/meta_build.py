@@ -19,8 +19,8 @@ from megatron_scalerl.recipe import Recipe
 def compare_with_build(plan: RunPlan, config: Path) -> str:
     """One line of text: the ranks on which the counts are equal, or the reason why nothing was built.
 
-    The build runs without a GPU, and so with Megatron's plain layers. These have the same parameters as Transformer
-    Engine's layers. Raises ValueError if Megatron rejects the recipe.
+    The build runs without a GPU, and so with Megatron's plain layers. Transformer Engine's layers
+    have the same parameters. Raises ValueError if Megatron rejects the recipe.
     """
     if plan.layout.chunks > 1:
         return "parameter counts not verified: building an interleaved pipeline requires a GPU"
@@ -43,7 +43,10 @@ def _quiet() -> None:
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
-    """Counts {"dense": n, "expert": n} of each pipeline stage. Raises ValueError if the policy cannot be built."""
+    """For each pipeline stage, the number of parameters of the stage's first rank: {"dense": n, "expert": n}.
+
+    Raises ValueError if the policy cannot be built.
+    """
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)

@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Number of completions that a simulation counts after the warm-up; more if ten steps have more completions."""
+"""A simulation counts the steps of about this number of completions after the warm-up, and at least ten steps."""
 
 
 @record
@@ -37,9 +37,9 @@ class RunPlan:
     sources: Mapping[str, str]
     """Field of `Assumptions` -> source of the value, for assumptions that matter to this recipe."""
     layers: Layers
-    """Layers of the trainer."""
+    """Kind of the trainer's layers: Transformer Engine's ("te") or Megatron-Core's own ("plain")."""
     unfused: str
-    """Reason for unfused attention on this GPU; empty for fused attention."""
+    """The reason why attention is not fused on this GPU; empty for fused attention."""
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
@@ -240,14 +240,16 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
-    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same pause."""
+    """The engines' pause for a weight update (seconds). The planner takes one pause for all splits, since the pauses
+    of splits of equally many GPUs hardly differ."""
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return update.bound_seconds(gpu.nic_bytes_per_second / 2)
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
-    """Bytes of a member's buffers for `groups` NCCL broadcast groups of weights; 0 if NCCL is not used."""
+    """Bytes of the buffers of a sender or worker that is a member of `groups` NCCL broadcast groups; 0 without
+    NCCL."""
     if recipe.engine.colocate or recipe.weights.transport not in ("auto", "nccl"):
         return 0
     return groups * GROUP_BYTES
@@ -261,7 +263,8 @@ def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
 
 
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
-    """The fastest splits that fit the devices' memory, or the fastest of all splits if none fits."""
+    """The fastest splits whose trainer ranks need at most `room` bytes each, or the fastest of all splits if none
+    fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     # If no split fits, all are searched, and the fastest split shows how much memory is missing.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}

@@ -25,7 +25,8 @@ class Layout(ParallelSizes):
     stages: tuple[tuple[int, ...], ...]
     """Numbers of the layers of each pipeline stage."""
     places: tuple[int, ...]
-    """[layers] index of each layer in its model chunk. Megatron-Core's recompute settings count layers per chunk."""
+    """For each layer, the layer's index in the model chunk. Megatron-Core's recompute settings count layers per
+    chunk."""
 
     @property
     def dp(self) -> int:

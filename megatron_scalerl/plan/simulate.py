@@ -1,8 +1,9 @@
-"""Discrete-event simulation of a run's timing: its schedule's queue, with the gate that real runs use.
+"""Discrete-event simulation of a run's timing: the queue between engines and trainer under the recipe's schedule.
 
 An event is the end of a completion, of an episode's wait, or of a trainer step. Engines decode at the speed of
 `engine.Decoding`, and pause during weight updates. As in `rollouts.stream`, whole groups go to the least loaded
-engine with room for the group. The trainer takes batches as `rollouts.gate` releases them.
+engine with room for the group. As in a real run, `rollouts.gate` decides when a group may start and when the trainer
+gets a batch.
 
 An episode waits for all replies of its environment together, after the last token. So the episode occupies a slot and
 a KV cache as long as if the waits were between turns.
@@ -37,12 +38,12 @@ class QueueSettings:
     other_seconds: float = 0.0
     """Seconds between two trainer steps, while engines run."""
     steps: int
-    """Number of simulated steps. If the schedule has phases, these are whole phases."""
+    """Number of simulated steps, warm-up included: whole phases, if the schedule has phases of several steps."""
     warm_up: int
-    """Number of first steps that are left out, while the pipeline fills. If the schedule has phases, these are whole
+    """Number of first steps, while the pipeline fills, that the means leave out: whole phases, if the schedule has
     phases."""
     takes_turns: bool = False
-    """Whether trainer and engines run at the same time on the same devices (`split.queue_of`)."""
+    """Whether trainer and engines run at the same time on shared devices, and so slow down (`split.queue_of`)."""
 
     @property
     def batch_tokens(self) -> float:
@@ -73,15 +74,16 @@ class Timing:
 class _Engine:
     decoding: Decoding
     clock: float = 0.0
-    """Time up to which `progress` counts. During weight updates and prefill this time is in the future."""
+    """Simulated time up to which `progress` counts. During weight updates and prefill the clock is ahead of the run's
+    time."""
     progress: float = 0.0
     """Number of tokens that a completion would have if it had run since the start of the simulation."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (value of `progress` at the completion's end, group)."""
+    """Heap of (value of `progress` at which a completion ends, number of the completion's group)."""
     away: deque[tuple[float, int]] = field(default_factory=deque)
-    """(end of the wait, group) of episodes that wait for their environments."""
+    """(time at which the wait ends, number of the group) of each episode that waits for the environment."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """(length, group) of queued completions."""
+    """(length in tokens, number of the group) of each queued completion."""
     load: int = 0
     """Number of running, waiting and queued completions."""
     stamp: int = 0
@@ -89,7 +91,7 @@ class _Engine:
     idle: float = 0.0
     """Seconds without a running completion."""
     busy: float = 0.0
-    """Sum over time of running completions x seconds."""
+    """Number of running completions, integrated over time (completions x seconds)."""
 
     def advance(self, now: float) -> None:
         """Decode up to the time `now`."""
@@ -173,7 +175,7 @@ class _Run:
             heapq.heappush(self.events, (end, index, engine.stamp))
 
     def until(self, end: float) -> None:
-        """Run the engines up to `end`."""
+        """Process the events of the engines up to the time `end`."""
         while self.events and self.events[0][0] <= end:
             self.one_event()
         self.now = max(self.now, end)
@@ -239,7 +241,7 @@ def simulate(s: QueueSettings) -> Timing:
         batch = run.gate.batch(run.version)
         while batch is None:
             while not run.one_event():
-                assert run.events, "the gate waits for a batch, but no completion runs"
+                assert run.events, "bug in the simulation: the trainer waits for a batch, but no completion runs"
             batch = run.gate.batch(run.version)
         waited += run.now - wait_begin
         run.gate.take(batch)

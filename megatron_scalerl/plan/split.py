@@ -65,10 +65,10 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
-    """The settings of `base` for the split `split`.
+    """The settings with which `split` is simulated: `base` with the split's engines and seconds of training.
 
-    Two processes on one GPU take turns, because without MPS the driver slices the time. So both slow down, and a step
-    takes as long as training and generation together.
+    If `base.takes_turns`, trainer and engine share a GPU, whose time the driver slices without MPS. So both slow
+    down, and a step takes as long as training and generation together.
     """
     queue = replace(base, engines=split.engines, train_seconds=train_seconds)
     if not base.takes_turns:
@@ -93,7 +93,9 @@ def generate_seconds(base: QueueSettings, split: Split) -> float:
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
-    """The simulations of the best candidates (split, train seconds), fastest first.
+    """Simulate the SIMULATED candidates that are fastest by estimate, and return the results, fastest first.
+
+    candidates: (split, seconds of training in a step).
 
     Of splits equal within a percent, the split with more engines comes first, because a trainer that waits has
     fresher data.

@@ -96,7 +96,8 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
 def _shape_work(
     family: Family, dtype: str, layout: Layout, engine: EngineShape, *, bucket_mib: int, most_senders: int
 ) -> UpdateWork:
-    """The bytes that move in a weight update from a trainer in `layout` to engines of the shape `engine`."""
+    """The bytes that move in a weight update from a trainer in `layout` to engines of the shape `engine`. bucket_mib,
+    most_senders: the recipe's weights.bucket_mib and weights.max_senders."""
     parameters = manifest(family, dtype)
     needs = worker_needs(family, engine)
     stages = {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers}
@@ -117,8 +118,8 @@ def _shape_work(
 
 
 def places_of(layout: Layout) -> list[Place]:
-    """[world] the `Place` of each trainer rank. Megatron numbers ranks by tensor, context, expert, data, then
-    pipeline."""
+    """The `Place` of each trainer rank, rank after rank. Megatron numbers ranks by tensor, context, expert, data,
+    then pipeline."""
     in_stage = layout.world_size // layout.pp
     # Context-parallel ranks have the same weights, so they count as copies.
     return [
@@ -136,8 +137,9 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] for each worker of an engine, the ranges of each tensor that the worker needs.
+    """The parts of the exported tensors that each worker of an engine needs, worker after worker.
 
+    For each tensor, a worker's entry holds the index ranges of the needed part, and no range if no part is needed.
     If there are fewer key-value heads than workers, the heads are counted as if split between workers.
     """
     layers = len(family.layers)

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 ROWS = 5
 """Number of rows of each task whose answers are tried."""
 MALFORMED = ("\\boxed{-918273645}", "I do not know.", "", "The answer is \\boxed{")
-"""A wrong answer, a text without an answer, an empty text and a truncated answer."""
+"""Answers that are tried besides the reference: a wrong answer, a text without an answer, an empty text and a
+truncated answer."""
 
 
 def try_verifier(task: Task) -> None:

@@ -33,9 +33,9 @@ class Lengths:
     replies: float = 0.0
     """Mean number of replies in an episode."""
     written: float = 0.0
-    """Number of tokens of all replies in an episode."""
+    """Mean number of tokens of all replies in an episode."""
     waiting: float = 0.0
-    """Seconds for which an episode waits for replies."""
+    """Mean number of seconds for which an episode waits for replies."""
 
     @property
     def mean(self) -> float:
@@ -178,7 +178,7 @@ def step_work(
 
 
 def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[float]) -> TokenFlops:
-    """FLOPs per token of sequences of these lengths, prompts included, with causal attention."""
+    """FLOPs per token with causal attention. sizes: lengths of the sequences (tokens), prompts included."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
     # The mean length of the sequence to which a token belongs. A token attends to half of the sequence on average, at

@@ -1,4 +1,4 @@
-"""The sections of a recipe: every setting with unit, range, and the only default.
+"""The sections of a recipe. Each field defines a setting: unit, allowed range, and the default, set here alone.
 
 "The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from the paper, or the paper specifies
 none, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
