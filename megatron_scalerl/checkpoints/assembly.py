@@ -1,9 +1,9 @@
 """Assembles a tensor from rectangles of source tensors, and yields the tensor's bits in blocks of rows ("bands").
 
-An Assembly says how: of Megatron parameters from Hugging Face tensors, or the reverse. A tensor is treated as a
-matrix, [product of all but the last dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays
-hold a tensor's bits as unsigned integers, and safetensors' name of the type (F32, BF16, F16) is passed with the
-array. Only `cast` imports torch.
+An `Assembly` lists the parts: of a Megatron parameter, cut from Hugging Face tensors, or the reverse. A tensor is
+treated as a matrix, [product of all but the last dimension, last dimension], a vector as [n, 1]. numpy has no
+bfloat16: arrays hold a tensor's bits as unsigned integers, and safetensors' name of the type (F32, BF16, F16) is
+passed with the array. Only `cast` imports torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ class Part:
     source: str
     """Name of the tensor or chunk that the rectangle is cut from."""
     index: Index
-    """Selects the rectangle in the source; an int selects one index and drops the dimension."""
+    """Index that cuts the rectangle out of the source; an int in the index drops that dimension."""
     transposed: bool = False
     """True if the source holds the rectangle as [column, row]."""
 
@@ -67,7 +67,7 @@ class Assembly:
 
     name: str
     dtype: str
-    """Type to write. A tensor whose type is not in TORCH_NAMES is written in `source_dtype`."""
+    """Type (F32, BF16, F16) in which the tensor is written; a type outside TORCH_NAMES must equal `source_dtype`."""
     source_dtype: str
     """Type of the elements of all parts."""
     shape: tuple[int, ...]
@@ -80,12 +80,12 @@ class Assembly:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in the type to write."""
+        """Bytes of one row in the written type `dtype`."""
         return matrix_shape(self.shape)[1] * BITS[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor in the type to write."""
+        """Bytes of the whole tensor in the written type `dtype`."""
         return prod(self.shape) * BITS[self.dtype].itemsize
 
 
@@ -97,7 +97,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_covered(assembly: Assembly) -> None:
-    """Raises ValueError unless the parts have the tensor's area and do not overlap."""
+    """Raises ValueError unless the parts cover every element of the tensor exactly once."""
     height, width = matrix_shape(assembly.shape)
     covered = sum(part.height * part.width for part in assembly.parts) == height * width
     spans = sorted((part.column, part.row, part.row + part.height) for part in assembly.parts)
@@ -108,7 +108,7 @@ def check_covered(assembly: Assembly) -> None:
 
 
 def band_rows(assembly: Assembly) -> int:
-    """Number of rows of one band."""
+    """Number of whole rows in a band of about BAND_BYTES, at least 1."""
     return max(1, BAND_BYTES // max(1, assembly.row_bytes))
 
 
@@ -167,7 +167,7 @@ def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
-    """The values of `bits` in another float type. Values are rounded to nearest, ties to even, as torch does."""
+    """Convert bits from the float type `source` to the float type `target`, rounding to nearest, ties to even."""
     if source == target:
         return bits
     import torch

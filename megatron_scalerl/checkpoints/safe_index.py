@@ -210,8 +210,8 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
 
 
 def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> ByteRange:
-    """Remove a byte range from `ranges`, so that no range is used twice, and return the range. Raises ValueError for
-    a missing range."""
+    """Remove the byte range of an object, or of a tensor's chunk at `offset`, from `ranges`, so that no range is used
+    twice. Returns the range. Raises ValueError for a missing range."""
     place = ranges.pop(_Item(key, offset), None)
     if place is None:
         raise ValueError(f"no byte range is listed for {key} (offset of the chunk: {offset})")

@@ -63,7 +63,8 @@ def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
 
 
 def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in an archive by `torch_archive` or torch.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive, which `torch_archive` or torch
+    wrote.
 
     Raises ValueError unless the archive holds one contiguous tensor.
     """

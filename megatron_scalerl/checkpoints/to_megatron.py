@@ -59,8 +59,8 @@ memory."""
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Smallest number of files, unless files would be below _MIN_FILE_BYTES: ranks can read several files at the same
-time."""
+"""Smallest number of files to write, so that ranks read in parallel; fewer if files would be below
+_MIN_FILE_BYTES."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
@@ -77,7 +77,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes to write."""
+        """Bytes of the unit's weights in the written type."""
         return sum(assembly.nbytes for assembly in self.tensors)
 
 

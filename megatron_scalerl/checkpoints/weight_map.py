@@ -1,5 +1,4 @@
-"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and of tensors from
-parameters.
+"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and the reverse.
 
 Nothing in this module is specific to a family. All functions take a rule's pieces for a tensor-parallel group of 1,
 since checkpoints hold whole parameters under any layout.
@@ -148,15 +147,14 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
 
 
 def only_dtype(dtypes: set[str], head: str) -> str:
-    """The common type of all parts of a tensor. head: start of the error message. Raises ValueError for different
-    types."""
+    """The type of all parts of a tensor. Raises ValueError, with `head` before the message, if the types differ."""
     if len(dtypes) > 1:
         raise ValueError(f"{head}: the parts of this tensor have different types: {', '.join(sorted(dtypes))}")
     return next(iter(dtypes))
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder as an assembly, to be written in `dtype`; None: in the stored type."""
+    """The assembly that copies a folder's tensor, converted to `dtype`; None: in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())

@@ -51,8 +51,8 @@ REFUSED = {
 }
 """Pattern of columns that make a row unusable -> reason.
 
-The policy would need the column for the answer, or the verifier for the judgment, but does not get the column. With
-an environment, which may use the columns, only the first pattern is refused.
+The policy would need such a column to answer, or the verifier to judge, and neither gets the column. In a task with
+an environment, which may use further columns, only columns of the first pattern are refused.
 """
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
@@ -127,8 +127,8 @@ class Layout:
     def check_seen(self, row: Row, question: Question, verifier: str, *, episodes: bool) -> None:
         """Raise ValueError for a row with `REFUSED` columns, and for a question with an image, a video or sound.
 
-        verifier: module:function, which gets all columns, may use a checker's columns. episodes: whether an
-        environment gets the row.
+        verifier: rewards.verifier; module:function gets all columns, so CHECKED columns are allowed. episodes:
+        whether an environment gets the row.
         """
         question_value = _parsed(row.values.get(self.question[0].partition(".")[0]))
         parts = [row.values, *(question_value if isinstance(question_value, list) else [question_value])]
@@ -280,7 +280,8 @@ def other_task(row: Row, layout: Layout) -> bool:
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
-    """The layouts to try, each once, after prompts.preset, prompt_column and answer_column are applied."""
+    """The layouts to try on a file: all, or the layout of prompts.preset, with the columns that prompt_column and
+    answer_column name."""
     layouts = list(LAYOUTS)
     if prompts.preset is not None:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
@@ -304,7 +305,8 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
 
 
 def _serves(layout: Layout, verifier: str) -> bool:
-    """Whether a verifier can use the references; a user's verifier, module:function, can use all references."""
+    """Whether a verifier can use the layout's references; a user's verifier, module:function, can use every
+    layout's."""
     return layout.verifier in ("", verifier) or ":" in verifier
 
 
@@ -356,7 +358,7 @@ def _at(values: Any, column: str) -> tuple[Any, bool]:
 
 
 def _column_error(row: Row, column: str) -> str:
-    """The error message if a row lacks a column that is required; else empty."""
+    """The error message if `column` is required and the row lacks `column`; else empty."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
     return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
@@ -450,7 +452,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def _with_references(row: Row, text: str) -> str:
-    """A question: the row's contexts (`CONTEXT`), the text, and the choices."""
+    """The full question: the row's contexts (`CONTEXT`), then `text`, then the row's choices."""
     about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
     choices = _choices(row)
     # some data sets have the choices in the question's text already

@@ -133,7 +133,8 @@ class _ForcedPhrase:
 def _with_end_token(
     row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """(tokens, mask) with an end token, appended if missing; unchanged if `ends`, the end tokens, is empty."""
+    """Return (tokens, loss mask) of a completion, with the first of the end tokens `ends` appended unless the
+    completion ends with a token of `ends`, or `ends` is empty."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
