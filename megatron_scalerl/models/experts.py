@@ -40,7 +40,7 @@ class Experts:
         return dict(num_moe_experts=self.count, moe_ffn_hidden_size=self.ffn, **shared, **self.router)
 
     def rules(self, layer: int, hidden: int) -> list[Rule]:
-        """Rules of a layer's router, shared expert and experts."""
+        """Weight-map rules of a layer's router, shared expert (if any) and experts."""
         hf = f"model.layers.{layer}.{self.module}"
         megatron = f"decoder.layers.{layer}.mlp."
         at = Location(layer=layer)
@@ -146,8 +146,8 @@ def mlp_rules(
 ) -> list[Rule]:
     """Rules of a gated MLP.
 
-    hf: prefix of the three `projections`. megatron: prefix of linear_fc1.weight and linear_fc2.weight. what: key of
-    config.json with the width, for error messages.
+    hf: prefix of the tensor names of `projections` (gate, up, down). megatron: prefix of linear_fc1.weight and
+    linear_fc2.weight. what: key of config.json with the width `ffn`, for error messages.
     """
     gate, up, down = (f"{hf}{projection}.weight" for projection in projections)
     return [
@@ -159,7 +159,8 @@ def mlp_rules(
 def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any) -> list[Rule]:
     """Rules of experts that are separate gated MLPs in the checkpoint.
 
-    The checkpoint's names of expert E begin with `hf`E. (hf, number, dot). mlp: keywords of `mlp_rules`.
+    hf: prefix of the experts' tensor names, to which the expert's number and a dot are added. mlp: keywords of
+    `mlp_rules`.
     """
     weight_map = []
     for expert in range(experts):

@@ -20,7 +20,7 @@ class Task:
     weight: float
     """The task's share of the drawn prompts, relative to other tasks' shares."""
     recipe: Recipe
-    """The recipe with this task's settings, and with the limits of the length penalty."""
+    """The recipe with this task's settings, in which the defaults of the length penalty are filled in."""
     audit: str | None = None
     """The second judge, `module:function` (validation.audit); None: no second judge."""
 
@@ -46,7 +46,8 @@ class Task:
 
 
 def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
-    """The tasks of a recipe, at least one, by name."""
+    """The tasks of a recipe in the order of the names. A recipe without prompts.tasks has one task, without a
+    name."""
     sections = recipe.prompts.tasks
     if not sections:
         return (_task(recipe, "", 1.0),)
