@@ -166,7 +166,7 @@ def _stored(
     # Chunks of a checkpoint do not overlap, so no element is missing if the number of elements is right.
     if elements != prod(shape):
         raise ValueError(
-            f"{path}: {address.key}: the chunks hold {elements} elements; the parameter has {prod(shape)}"
+            f"{path}: the checkpoint is damaged: {address.key} has {elements} stored elements, not {prod(shape)}"
         )
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
 

@@ -121,7 +121,7 @@ def _units(
         if rule.exported:
             rules.setdefault(tuple(rule.hf_shapes), []).append(rule)
     owned = [name for group in rules for name in group]
-    assert len(owned) == len(set(owned)), "two groups of rules share a Hugging Face tensor"
+    assert len(owned) == len(set(owned)), "the weight map gives a Hugging Face tensor to two groups of rules"
     for group, members in rules.items():
         yield Unit(
             tensors=tuple(tensors[name] for name in group),
@@ -173,7 +173,7 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
         checksums[copy.name] = copier.checksum(copy)
         if checksums[copy.name] != checksums[original]:
             raise ValueError(
-                f"{copy.name}: the tensor differs from {original}, but config.json sets tie_word_embeddings"
+                f"{copy.name}: differs from {original}, though config.json ties both; set tie_word_embeddings false"
             )
     return checksums
 

@@ -185,7 +185,7 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     # All axes but the last form the rows of the matrix. The selected rows are contiguous if only the last of the row
     # axes has more than one selected element.
     for rows, size in zip(outer, shape):
-        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: this slice of the tensor is not a rectangle"
+        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle of the tensor's matrix"
         row = row * size + rows.start
         height *= len(rows)
     return Part(

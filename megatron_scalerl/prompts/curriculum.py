@@ -38,7 +38,7 @@ class Curriculum:
         weights: Mapping[str, float] | None = None,
     ):
         weights = weights or {prompt.task: 1.0 for prompt in prompts[:1]}
-        assert weights.keys() == {prompt.task for prompt in prompts}, "a task has no prompts or no weight"
+        assert weights.keys() == {prompt.task for prompt in prompts}, "the prompts and weights name different tasks"
         self._tasks = {
             name: _Task([p for p in prompts if p.task == name], seed, no_positive_resampling, max_epochs)
             for name in sorted(weights)
@@ -99,7 +99,7 @@ class _Task:
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, no_positive_resampling: float | None, max_epochs: int | None
     ):
-        assert prompts, "a curriculum needs prompts"
+        assert prompts, "a task of the curriculum has no prompts"
         self._prompts = {prompt.prompt_id: prompt for prompt in sorted(prompts, key=lambda p: p.prompt_id)}
         self._seed = seed
         self._threshold = no_positive_resampling

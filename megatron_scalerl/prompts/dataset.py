@@ -32,7 +32,7 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""Function (task, rows), each row (question, reference, further columns) -> (problems, trials), both with one entry
+"""Function (task, rows), each row (question, reference, further columns) -> (problems, trials), both with an entry
 for each row.
 
 A problem says why the verifier can accept no answer to the row, always with the same text for a row; empty: no
@@ -89,7 +89,7 @@ class PromptSet:
     """Held-out prompts, task after task, in the order of the hashes of the texts: which prompts are the first n does
     not depend on the order of the file."""
     reports: tuple[PromptReport, ...]
-    """One report for each task, in the order of the tasks' names."""
+    """A report for each task, in the order of the tasks' names."""
     problems: dict[str, str | None] = field(default_factory=dict)
     """Prompt id -> why a test run rejected the prompt's reference (a trial of `CheckAnswers`); None: no test run yet.
 

@@ -107,7 +107,7 @@ class _ForcedPhrase:
         for a, b in spans:
             if not any(start < b and end > a for start, end in offsets):
                 raise ValueError(
-                    f"{row.where}: the tokenizer gives no token for the forced phrase at characters {a}-{b}"
+                    f"{row.where}: the forced phrase cannot be masked, since no token covers characters {a}-{b}"
                 )
         return mask
 

@@ -149,7 +149,7 @@ class Recipe(Section):
 
     @property
     def by_task(self) -> "list[Recipe]":
-        """One copy of the recipe for each task, with the task's settings, in the order of the tasks' names. Without
+        """A copy of the recipe for each task, with the task's settings, in the order of the tasks' names. Without
         prompts.tasks: this recipe alone."""
         return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
 
