@@ -121,8 +121,8 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Context manager that shows a progress bar of bytes, on a terminal only, and yields the function to advance the
-    bar."""
+    """Context manager that shows a progress bar of bytes, on a terminal only. Yields a function that advances the bar
+    by a number of bytes."""
     console = options.console
     if console is None or not console.is_terminal:
         yield lambda nbytes: None

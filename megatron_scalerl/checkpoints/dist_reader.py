@@ -110,7 +110,7 @@ class StoredParameter:
 
     address: Address
     dtype: str
-    """safetensors' name of the type."""
+    """Type of the elements by safetensors' name: F32, BF16 or F16."""
     shape: tuple[int, ...]
     """Shape of the parameter, without leading axes and without the rows that pad a vocabulary."""
     chunks: tuple[Chunk, ...]

@@ -44,7 +44,7 @@ class HfTensor:
     name: str
     file: str
     dtype: str
-    """safetensors' name of the type: BF16, F32 ..."""
+    """Type of the elements by safetensors' name: BF16, F32 ..."""
     shape: tuple[int, ...]
     offset: int
     """Position of the tensor's first byte in the file."""

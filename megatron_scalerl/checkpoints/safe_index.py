@@ -154,14 +154,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """torch's MetadataIndex: an object's key, or a tensor's key with the offset of a chunk."""
+    """The fields of torch's MetadataIndex: an object's key, or a tensor's key with the offset of a chunk."""
 
     fqn: str
     offset: Shape | None = None
 
 
 class _Part(msgspec.Struct):
-    """torch's ChunkStorageMetadata: the place of one chunk."""
+    """The fields of torch's ChunkStorageMetadata: where in the tensor a chunk is."""
 
     offsets: Shape
     sizes: Shape
@@ -172,7 +172,8 @@ class _Properties(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """torch's TensorStorageMetadata or, with default values in all fields, torch's BytesStorageMetadata."""
+    """The fields of torch's TensorStorageMetadata (a tensor) or, all with default values, of BytesStorageMetadata (an
+    object)."""
 
     size: Shape | None = None
     properties: _Properties | None = None

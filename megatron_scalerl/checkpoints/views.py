@@ -37,7 +37,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one tensor in conversion.json."""
 
     dtype: str
-    """safetensors' name of the type."""
+    """Type of the elements by safetensors' name: BF16, F32 ..."""
     shape: tuple[int, ...]
     checksum: str
 

@@ -114,8 +114,8 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """How every Hugging Face tensor is assembled from the checkpoint's chunks. dtype: type to write; None: the stored
-    type."""
+    """Name of a Hugging Face tensor -> how the tensor is assembled from the checkpoint's chunks. dtype: type of the
+    assembled tensors; None: the stored type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}

@@ -1,4 +1,4 @@
-"""Rules and options that families share: embedding and head, attention, whole decoders."""
+"""Weight-map rules and Megatron options that families share: embedding and head, attention, whole decoders."""
 
 from collections.abc import Callable
 from functools import partial

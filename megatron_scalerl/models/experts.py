@@ -18,7 +18,7 @@ class Experts:
 
     count: int
     ffn: int
-    """Width of an expert."""
+    """Width of an expert's hidden layer."""
     width_key: str = "moe_intermediate_size"
     """Key of config.json that holds the width `ffn`, for error messages."""
     router: dict[str, Any]
@@ -26,9 +26,9 @@ class Experts:
     module: str = "mlp."
     projections: tuple[str, str, str] = PROJECTIONS
     router_bias: str = ""
-    """Name of the router's frozen bias in `module`; empty for a router without a bias."""
+    """Tensor name of the router's frozen bias after the prefix `module`; empty for a router without a bias."""
     shared_ffn: int = 0
-    """Width of the shared expert; 0 without a shared expert."""
+    """Width of the shared expert's hidden layer; 0 without a shared expert."""
     fused: bool = False
     """True if a layer's experts are fused into two tensors, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
 

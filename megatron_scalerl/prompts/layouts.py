@@ -35,7 +35,7 @@ CONTEXT = ("context", "passage", "article", "Body", "body")
 CHOICES = ("choices", "options", "endings")
 """Columns with the choices of a multiple-choice question."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
-"""Matches the name of a column that holds one of several choices."""
+"""Matches the name of a column that holds a single choice of a multiple-choice question, such as A or option_b."""
 _PLACE = re.compile(
     r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
     r"|\\includegraphics"
@@ -215,7 +215,7 @@ PUBLISHED = (
     ("codeforces", "description ?input_format ?output_format ?note", "official_tests", "code"),
     ("leetcode", "query", "test", "code"),
 )
-"""Layouts of published sets: name, question, reference, verifier."""
+"""Layouts of published data sets: (name, columns of the question, of the reference, verifier or empty)."""
 PAIRS = tuple(
     ((*question.split(),), answer, rank)
     for questions, answers, rank in (
@@ -231,7 +231,7 @@ PAIRS = tuple(
     for answer in answers
     for question in questions
 )
-"""Layouts with common names: question, reference, rank."""
+"""Layouts by common column names: (columns of the question, column of the reference, rank)."""
 LAYOUTS = (
     *(
         Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v, rank={"humaneval": 1}.get(n, 0))
@@ -491,8 +491,8 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """A column's reference as text: the only element of a list; for `code`, tests as a JSON text or lines of
-    Python."""
+    """The reference in a column as text: a list with one element counts as the element; for `code`, a list of texts
+    becomes lines of Python, and further tests become JSON. Raises ValueError for several reference answers."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
         value = parsed
@@ -524,7 +524,8 @@ def _unpacked(text: str) -> str:
 
 
 def as_text(row: Row, column: str, value: Any) -> str:
-    """The text of a value. Raises ValueError for a value that is no text, empty or not UTF-8."""
+    """A text or a number as text. Raises ValueError for a value of another kind, for an empty text, and for a text
+    that UTF-8 cannot encode."""
     if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
         kind = {type(None): "empty", float: "NaN"}.get(type(value), f"a {type(value).__name__}")
         raise ValueError(f"{row.where}: {column!r} is {kind}; it has to be a text or a number")

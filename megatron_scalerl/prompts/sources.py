@@ -44,7 +44,7 @@ class Row:
     """The reason why the row cannot be read, empty for a readable row."""
 
     def readable(self) -> Row:
-        """Return the row itself. Raises ValueError, with file and line, if the row could not be read."""
+        """Return this row. Raises ValueError, with file and line, if the row could not be read."""
         if self.problem:
             raise ValueError(f"{self.where}: {self.problem}")
         return self

@@ -186,7 +186,7 @@ class EvaluationSection(Section):
     pipeline and rollouts.deterministic false: no optimizer step waits for an evaluation. An evaluation that is due
     while fewer than two engines serve, or during another evaluation, is made of the first later version."""
     files: tuple[str, ...] = ()
-    """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER."""
+    """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER with the names of two columns."""
     task: str | None = None
     """With prompts.tasks: the task whose template and verifier are used."""
     generations: PositiveInt = 16

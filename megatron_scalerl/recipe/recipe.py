@@ -51,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 
 
 def _checked_name(name: str) -> str:
-    """The name of a run, which is also the name of the run's folder and Slurm job."""
+    """Return `name` if a run, the run's folder and the run's Slurm job can have this name; else raise ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"the name {name!r} is not allowed; take at most 100 letters, digits and . _ + = @ -")
     return name
@@ -223,14 +223,15 @@ class Recipe(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of a run: trainer ranks plus the engines' devices; with engine.colocate trainer ranks alone."""
+        """Number of devices of a run: trainer ranks plus the engines' devices; with engine.colocate trainer ranks
+        alone."""
         if self.engine.colocate:
             return self.trainer.world_size
         return self.trainer.world_size + sum(self.engine_devices.values())
 
     @property
     def engine_devices(self) -> dict[str, int]:
-        """Devices of each engine that a run starts, by name, the teachers' engines last."""
+        """Engine's name -> number of devices, for every engine that a run starts; the teachers' engines come last."""
         devices = {f"engine-{index}": self.engine.devices_per_engine for index in range(self.engine.count)}
         return devices | {
             TEACHER + name: teacher.devices for name, teacher in sorted(self.algorithm.teachers.items())
@@ -238,7 +239,7 @@ class Recipe(Section):
 
     @property
     def teacher_devices(self) -> int:
-        """Devices of all teachers together."""
+        """Number of devices of all teachers' engines together."""
         return sum(teacher.devices for teacher in self.algorithm.teachers.values())
 
     def of_engine(self, name: str) -> "Recipe":
