@@ -17,7 +17,8 @@ from megatron_scalerl.checkpoints.hf_folder import ITEM_BYTES
 from megatron_scalerl.record import record
 
 BAND_BYTES = 8 << 20
-"""Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
+"""Approximate size (bytes) of a band, a block of whole rows. Tensors are read, cast, checked and written band by
+band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
 """safetensors' name of a type -> numpy's unsigned integer type for the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -113,7 +114,7 @@ def band_rows(assembly: Assembly) -> int:
 
 
 def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """Yield rows `start` to `stop` in bands of about BAND_BYTES: contiguous arrays in the type to write.
+    """Yield rows `start` to `stop` in bands of about BAND_BYTES: contiguous arrays of the type `assembly.dtype`.
 
     An array is valid until the request for the next array. Rows that are contiguous in a file are not copied.
     """
@@ -125,7 +126,7 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 
 
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
-    """Assemble rows `start` to `stop` as a contiguous array [rows, columns] in the type to write."""
+    """Assemble rows `start` to `stop` as a contiguous array [rows, columns] of the type `assembly.dtype`."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
     # In the usual case the rows are whole rows of one source, and a view of the mapped file needs no copy.

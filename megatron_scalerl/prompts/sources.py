@@ -74,7 +74,7 @@ def _check_size(path: Path, nbytes: int) -> None:
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Open a file, through gzip if the name ends in .gz. Raises ValueError if `_check_size` does."""
+    """Open a file, through gzip if the name ends in .gz. Raises ValueError if the unpacked content is too large."""
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:

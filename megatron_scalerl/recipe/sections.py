@@ -198,7 +198,7 @@ class TaskSection(Section):
 
 
 class PromptsSection(Section):
-    """The source of prompts, and their rendering."""
+    """Where prompts come from, and how prompts are rendered as text."""
 
     path: str | None = None
     """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or a dataset's name
@@ -426,8 +426,8 @@ class AlgorithmSection(Section):
     settings: dict[str, Any] = {}
     """Fields of the class (distilled: gap_weight, reward_weight), which may also stand beside `name`."""
     kl: KLSection | None = None
-    """A divergence in the loss. Groups that `filters` leave out have no divergence: for distillation set
-    filters.zero_variance to false. null: no divergence."""
+    """A divergence added to the loss, for groups that `filters` keep: for distillation, set filters.zero_variance to
+    false. null: no divergence."""
     teachers: dict[Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")], TeacherSection] = {}
     """Teachers by name: engines that no weight update reaches, and whose device-hours the ledger has as `teacher`.
     For `distilled`, and classes of yours that are subclasses of `distilled`."""

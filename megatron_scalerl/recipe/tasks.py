@@ -13,7 +13,7 @@ AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
 
 @record
 class Task:
-    """A task with its settings. Produced by `tasks_of`."""
+    """A task of a recipe, with the settings that hold for the task. Produced by `tasks_of`."""
 
     name: str
     """Name of the task; empty: the only task of a recipe with `prompts.path`."""
