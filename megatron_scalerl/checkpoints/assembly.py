@@ -1,9 +1,9 @@
 """Assembles a tensor from rectangles of source tensors, and yields the tensor's bits in blocks of rows ("bands").
 
-An Assembly says how: of Megatron parameters from Hugging Face tensors, or the reverse. A tensor is treated as a
-matrix, [product of all but the last dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays
-hold a tensor's bits as unsigned integers, and safetensors' name of the type (F32, BF16, F16) is passed with the
-array. Only `cast` imports torch.
+An `Assembly` lists the parts: of a Megatron parameter, cut from Hugging Face tensors, or the reverse. A tensor is
+treated as a matrix, [product of all but the last dimension, last dimension], a vector as [n, 1]. numpy has no
+bfloat16: arrays hold a tensor's bits as unsigned integers, and safetensors' name of the type (F32, BF16, F16) is
+passed with the array. Only `cast` imports torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,8 @@ from megatron_scalerl.checkpoints.hf_folder import ITEM_BYTES
 from megatron_scalerl.record import record
 
 BAND_BYTES = 8 << 20
-"""Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
+"""Approximate size (bytes) of a band, a block of whole rows. Tensors are read, cast, checked and written band by
+band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
 """safetensors' name of a type -> numpy's unsigned integer type for the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -56,7 +57,7 @@ class Part:
     source: str
     """Name of the tensor or chunk that the rectangle is cut from."""
     index: Index
-    """Selects the rectangle in the source; an int selects one index and drops the dimension."""
+    """Index that cuts the rectangle out of the source; an int in the index drops that dimension."""
     transposed: bool = False
     """True if the source holds the rectangle as [column, row]."""
 
@@ -67,7 +68,7 @@ class Assembly:
 
     name: str
     dtype: str
-    """Type to write. A tensor whose type is not in TORCH_NAMES is written in `source_dtype`."""
+    """Type (F32, BF16, F16) in which the tensor is written; a type outside TORCH_NAMES must equal `source_dtype`."""
     source_dtype: str
     """Type of the elements of all parts."""
     shape: tuple[int, ...]
@@ -80,12 +81,12 @@ class Assembly:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in the type to write."""
+        """Bytes of one row in the written type `dtype`."""
         return matrix_shape(self.shape)[1] * BITS[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor in the type to write."""
+        """Bytes of the whole tensor in the written type `dtype`."""
         return prod(self.shape) * BITS[self.dtype].itemsize
 
 
@@ -97,7 +98,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_covered(assembly: Assembly) -> None:
-    """Raises ValueError unless the parts have the tensor's area and do not overlap."""
+    """Raises ValueError unless the parts cover every element of the tensor exactly once."""
     height, width = matrix_shape(assembly.shape)
     covered = sum(part.height * part.width for part in assembly.parts) == height * width
     spans = sorted((part.column, part.row, part.row + part.height) for part in assembly.parts)
@@ -108,12 +109,12 @@ def check_covered(assembly: Assembly) -> None:
 
 
 def band_rows(assembly: Assembly) -> int:
-    """Number of rows of one band."""
+    """Number of whole rows in a band of about BAND_BYTES, at least 1."""
     return max(1, BAND_BYTES // max(1, assembly.row_bytes))
 
 
 def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """Yield rows `start` to `stop` in bands of about BAND_BYTES: contiguous arrays in the type to write.
+    """Yield rows `start` to `stop` in bands of about BAND_BYTES: contiguous arrays of the type `assembly.dtype`.
 
     An array is valid until the request for the next array. Rows that are contiguous in a file are not copied.
     """
@@ -125,7 +126,7 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 
 
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
-    """Assemble rows `start` to `stop` as a contiguous array [rows, columns] in the type to write."""
+    """Assemble rows `start` to `stop` as a contiguous array [rows, columns] of the type `assembly.dtype`."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
     # In the usual case the rows are whole rows of one source, and a view of the mapped file needs no copy.
@@ -167,7 +168,7 @@ def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
-    """The values of `bits` in another float type. Values are rounded to nearest, ties to even, as torch does."""
+    """Convert bits from the float type `source` to the float type `target`, rounding to nearest, ties to even."""
     if source == target:
         return bits
     import torch

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODES = {True: 0o600, False: 0o666}
-"""Whether a new file is private, for the owner alone -> mode of the file, before the umask."""
+"""Permissions of a new file before the umask: True for a file that only the owner may read, False for any other
+file."""
 
 
 @contextlib.contextmanager

@@ -35,7 +35,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
-    """Commit the folder `path`: sync all files, then write COMMIT with `facts` and the list of all files."""
+    """Commit the folder `path`: sync all files, then write COMMIT: the keys of `facts`, the sizes of all files, and
+    the digests of small files."""
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
     # COMMIT says that all files are on the disk, so the files are synced before COMMIT exists.
     for item in [*inside, path, path.parent]:

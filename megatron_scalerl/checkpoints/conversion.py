@@ -48,7 +48,8 @@ DEFAULTS = Options()
 
 @record
 class Summary:
-    """The size of a conversion's result."""
+    """The result of a conversion: number of tensors, bytes, and whether the written files were read again and
+    compared."""
 
     tensors: int
     nbytes: int
@@ -66,11 +67,15 @@ class Copier:
     """Called with the number of bytes of every band that was written."""
 
     def checksum(self, assembly: Assembly) -> str:
-        """The checksum of a policy's tensor. Raises ValueError for NaN or Inf, unless `allow_nonfinite` is set."""
+        """The xxh3_64 of a tensor's assembled bytes. Raises ValueError for NaN or Inf, unless `allow_nonfinite` is
+        set."""
         return self._checksum(assembly, True, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
-        """Append a tensor to a file and return the checksum. Raises ValueError as `checksum` does."""
+        """Append a tensor to a file and return the checksum. Raises ValueError as `checksum` does.
+
+        policy: False for a tensor outside the policy, which may contain NaN and Inf.
+        """
 
         def append(rows: np.ndarray) -> None:
             file.write(rows.data)
@@ -116,8 +121,8 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Context manager that shows a progress bar of bytes, on a terminal only, and yields the function to advance the
-    bar."""
+    """Context manager that shows a progress bar of bytes, on a terminal only. Yields a function that advances the bar
+    by a number of bytes."""
     console = options.console
     if console is None or not console.is_terminal:
         yield lambda nbytes: None

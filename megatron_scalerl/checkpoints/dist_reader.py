@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
 _TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
-"""Modules that have an extra state only as Transformer Engine's layers. From TE's source; no test has run TE."""
+"""Norms that have an `_extra_state` if Transformer Engine's layers are used, and none in Megatron's own layers. From
+Transformer Engine's source; no test has run Transformer Engine."""
 
 
 @record
@@ -40,14 +41,15 @@ class Address:
 
     key: str
     offset: tuple[int, ...]
-    """Index on the leading axes: the number of the layer, of the expert, or both; () without leading axes."""
+    """The parameter's index on the leading axes: number of the layer, of the expert, or both; () if the tensor has no
+    leading axes."""
     sizes: tuple[int, ...]
-    """Lengths of the leading axes: number of layers, of experts, or both."""
+    """Lengths of the leading axes: how many layers, experts, or both are stacked."""
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """The addresses, with layers stacked and not, that `rule`'s parameter may have in checkpoints. `to_megatron`
-    writes the first."""
+    """The two addresses that `rule`'s parameter may have in a checkpoint: the layers stacked along an axis, or the
+    layer's number in the key. `to_megatron` writes the first."""
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -74,7 +76,7 @@ def _object_key(module: str, address: Address) -> str:
 
 
 def _key(rule: Rule, family: Family) -> str:
-    """Name of the parameter in checkpoints, before layers and experts are stacked."""
+    """Name of the parameter in checkpoints, still with the numbers of layer and expert that stacking removes."""
     for plain_name, fused_name in FUSED_NORMS.items():
         # Transformer Engine fuses no norm into experts, so the norm before experts has the name that Megatron's plain
         # layers use.
@@ -104,15 +106,15 @@ def _address(family: Family, name: str, *, stacked: bool) -> Address:
 
 @record
 class StoredParameter:
-    """A parameter as the checkpoint stores it."""
+    """Where and how a checkpoint stores one parameter."""
 
     address: Address
     dtype: str
-    """safetensors' name of the type."""
+    """Type of the elements by safetensors' name: F32, BF16 or F16."""
     shape: tuple[int, ...]
     """Shape of the parameter, without leading axes and without the rows that pad a vocabulary."""
     chunks: tuple[Chunk, ...]
-    """The chunks that overlap the parameter."""
+    """The chunks of the stacked tensor that contain elements of the parameter."""
 
 
 def stored_parameters(
@@ -164,7 +166,7 @@ def _stored(
     # Chunks of a checkpoint do not overlap, so no element is missing if the number of elements is right.
     if elements != prod(shape):
         raise ValueError(
-            f"{path}: {address.key}: the chunks hold {elements} elements; the parameter has {prod(shape)}"
+            f"{path}: the checkpoint is damaged: {address.key} has {elements} stored elements, not {prod(shape)}"
         )
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
 
@@ -175,21 +177,21 @@ def _overlaps(chunk: Chunk, offset: tuple[int, ...], rows: int, lead: int) -> bo
 
 
 def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
-    """Number of the parameter's elements in a chunk. Rows of padding do not count."""
+    """Number of the parameter's elements in a chunk, without the rows that pad a vocabulary."""
     ends = zip(chunk.offset[lead:], chunk.shape[lead:], shape)
     return prod(min(o + n, size) - o for o, n, size in ends)
 
 
 class DistReader:
-    """Reads chunks of a checkpoint as arrays of bits, mapped from files. `chunk_name` makes the names by which chunks
-    are read."""
+    """Reads chunks of a checkpoint as arrays of bits, mapped from files. Callers name a chunk by `chunk_name`."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
         self._path = path
         self._mapped = cache(lambda file: MappedFile(path / file, open_plain(path, file)))
         self.bits = cache(self._read)
-        """A function from a chunk's name to the bits of the chunk's layer and expert, without the leading axes."""
+        """bits(name): the part of a chunk that belongs to the parameter's layer and expert, without the leading
+        axes."""
 
     def _read(self, name: str) -> np.ndarray:
         # safe_values imports torch, and so is imported only on use.

@@ -1,7 +1,7 @@
 """Opens Hugging Face folders: checks safetensors headers, and reads tensors through memory maps.
 
-The module also has the patterns of Megatron-Core's parameter names: patterns that find layer and expert numbers, and
-Transformer Engine's names for norms. All come from megatron-core's source. Imports no torch.
+The module also describes Megatron-Core's parameter names: patterns that find the numbers of layers and experts, and
+Transformer Engine's names for norms, all from megatron-core's source. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HfTensor:
     name: str
     file: str
     dtype: str
-    """safetensors' name of the type: BF16, F32 ..."""
+    """Type of the elements by safetensors' name: BF16, F32 ..."""
     shape: tuple[int, ...]
     offset: int
     """Position of the tensor's first byte in the file."""
@@ -57,14 +57,14 @@ class Shard:
 
     file: str
     metadata: Mapping[str, str] | None
-    """The header's __metadata__."""
+    """The entry `__metadata__` in the header of the file; None: the header has no such entry."""
     tensors: tuple[str, ...]
     """Names of the tensors, in the order of their bytes."""
 
 
 @record
 class HfFolder:
-    """The tensors of a folder, and which file holds which tensor. Produced by `open_folder`."""
+    """The tensors of a Hugging Face folder, and the file that holds each. Produced by `open_folder`."""
 
     path: Path
     tensors: Mapping[str, HfTensor]

@@ -47,7 +47,7 @@ def write_shard(
 def write_index(
     folder: Path, metadata: Mapping[str, Any], shards: tuple[Shard, ...], tensors: Mapping[str, Assembly]
 ) -> None:
-    """Write the index of the folder's safetensors files."""
+    """Write INDEX: `metadata`, and for each tensor the safetensors file that holds the tensor."""
     placed = {name: shard.file for shard in shards for name in shard.tensors}
     index = {
         "metadata": {**metadata, "total_size": sum(tensors[name].nbytes for name in placed)},

@@ -52,7 +52,8 @@ def is_file_name(name: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text of a file, made safe for a message: one line of at most 200 characters, without control characters."""
+    """Text from an untrusted file, made safe for a message: one line of at most 200 characters, without control
+    characters."""
     return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
 
 

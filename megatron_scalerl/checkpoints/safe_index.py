@@ -154,14 +154,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """torch's MetadataIndex: an object's key, or a tensor's key with the offset of a chunk."""
+    """The fields of torch's MetadataIndex: an object's key, or a tensor's key with the offset of a chunk."""
 
     fqn: str
     offset: Shape | None = None
 
 
 class _Part(msgspec.Struct):
-    """torch's ChunkStorageMetadata: the place of one chunk."""
+    """The fields of torch's ChunkStorageMetadata: where in the tensor a chunk is."""
 
     offsets: Shape
     sizes: Shape
@@ -172,7 +172,8 @@ class _Properties(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """torch's TensorStorageMetadata or, with default values in all fields, torch's BytesStorageMetadata."""
+    """The fields of torch's TensorStorageMetadata (a tensor) or, all with default values, of BytesStorageMetadata (an
+    object)."""
 
     size: Shape | None = None
     properties: _Properties | None = None
@@ -210,8 +211,8 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
 
 
 def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> ByteRange:
-    """Remove a byte range from `ranges`, so that no range is used twice, and return the range. Raises ValueError for
-    a missing range."""
+    """Remove the byte range of an object, or of a tensor's chunk at `offset`, from `ranges`, so that no range is used
+    twice. Returns the range. Raises ValueError for a missing range."""
     place = ranges.pop(_Item(key, offset), None)
     if place is None:
         raise ValueError(f"no byte range is listed for {key} (offset of the chunk: {offset})")

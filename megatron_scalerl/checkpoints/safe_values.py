@@ -63,7 +63,8 @@ def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
 
 
 def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in an archive by `torch_archive` or torch.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive, which `torch_archive` or torch
+    wrote.
 
     Raises ValueError unless the archive holds one contiguous tensor.
     """
@@ -78,7 +79,7 @@ def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], i
             )
         begin = _first_byte(window, nbytes)
         if begin + nbytes > place.length:
-            raise ValueError(f"the tensor's values end behind the archive's last byte, {place.length}")
+            raise ValueError(f"the tensor's values do not fit into the archive, whose size (bytes) is {place.length}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return HF_NAMES.get(dtype, dtype), tuple(tensor.shape), place.start + begin
 
@@ -105,7 +106,7 @@ def _first_byte(window: Any, nbytes: int) -> int:
             order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or order != b"little":
-            raise ValueError("the archive's values have to be one uncompressed, little-endian entry")
+            raise ValueError("the archive does not hold the values as one uncompressed, little-endian entry")
         # `open` reads the entry's header, so the window then stands at the first byte of the content.
         with archive.open(entry):
             return int(window.tell())

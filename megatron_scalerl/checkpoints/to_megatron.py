@@ -59,8 +59,8 @@ memory."""
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Smallest number of files, unless files would be below _MIN_FILE_BYTES: ranks can read several files at the same
-time."""
+"""Smallest number of files to write, so that ranks read in parallel; fewer if files would be below
+_MIN_FILE_BYTES."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
@@ -77,7 +77,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes to write."""
+        """Bytes of the unit's weights in the written type."""
         return sum(assembly.nbytes for assembly in self.tensors)
 
 
@@ -121,7 +121,7 @@ def _units(
         if rule.exported:
             rules.setdefault(tuple(rule.hf_shapes), []).append(rule)
     owned = [name for group in rules for name in group]
-    assert len(owned) == len(set(owned)), "two groups of rules share a Hugging Face tensor"
+    assert len(owned) == len(set(owned)), "the weight map gives a Hugging Face tensor to two groups of rules"
     for group, members in rules.items():
         yield Unit(
             tensors=tuple(tensors[name] for name in group),
@@ -173,7 +173,7 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
         checksums[copy.name] = copier.checksum(copy)
         if checksums[copy.name] != checksums[original]:
             raise ValueError(
-                f"{copy.name}: the tensor differs from {original}, but config.json sets tie_word_embeddings"
+                f"{copy.name}: differs from {original}, though config.json ties both; set tie_word_embeddings false"
             )
     return checksums
 

@@ -93,7 +93,8 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
 
 
 def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family, dict[str, Assembly], Sources]:
-    """(Family of the adapters, PEFT's name -> assembly of the adapter tensor, function that reads the chunks)."""
+    """(Family of the adapters, PEFT's tensor name -> assembly of that tensor, function that reads the parts'
+    elements)."""
     adapters = adapter_family(family, rank=policy.rank, targets=policy.targets)
     shapes = {rule.megatron: parameter_shape(rule) for rule in adapters.rules}
     stored = stored_parameters(checkpoint, adapters, shapes)
@@ -120,8 +121,8 @@ def _base(policy: Adapted, family: Family) -> View:
 
 
 def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
-    """Yield (a piece of an adapted weight, Megatron's name of the adapter without _A and _B, the piece's rows of
-    B)."""
+    """Yield (piece of an adapted weight, Megatron's name of the adapter without _A or _B, rows of B that change the
+    piece)."""
     for rule in family.rules:
         linear, projections = projections_of(rule)
         if not projections:

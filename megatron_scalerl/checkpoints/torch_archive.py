@@ -20,9 +20,9 @@ from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 _STORAGES = {"F32": torch.FloatStorage, "BF16": torch.BFloat16Storage, "F16": torch.HalfStorage}
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30
-"""Bytes of the zip header that precedes an entry's content, without name and extra field."""
+"""Size (bytes) of the zip header before an entry's content, without the name and the extra field."""
 _PADDING = b"FB"
-"""Tag with which torch marks the extra field that fills up to a multiple of _ALIGNMENT."""
+"""Tag of the zip extra field with which torch moves an entry's content to a multiple of _ALIGNMENT bytes."""
 _LIMIT = (1 << 32) - (1 << 20)
 """Largest archive without zip's 64-bit extension (bytes)."""
 

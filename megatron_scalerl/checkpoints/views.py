@@ -37,7 +37,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one tensor in conversion.json."""
 
     dtype: str
-    """safetensors' name of the type."""
+    """Type of the elements by safetensors' name: BF16, F32 ..."""
     shape: tuple[int, ...]
     checksum: str
 
@@ -86,7 +86,8 @@ def read_record(folder: Path) -> ConversionRecord:
 
 
 def layout_of(folder: HfFolder, family: Family) -> ConversionRecord:
-    """The record of a Hugging Face folder, with `tensors` empty. Raises ValueError as `other_tensors` does."""
+    """The record of a Hugging Face folder, still without `tensors`, which need checksums. Raises ValueError as
+    `other_tensors` does."""
     copies, passthrough = other_tensors(folder, family)
     return _layout(folder, copies, passthrough)
 
@@ -102,8 +103,8 @@ def _layout(folder: HfFolder, copies: Mapping[str, str], passthrough: tuple[str,
 
 
 def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> Sources:
-    """A function that reads a tensor of a Hugging Face folder, or a chunk of a Megatron checkpoint, from a mapped
-    file."""
+    """The function with which an assembly reads tensors of a Hugging Face folder, or chunks of a Megatron checkpoint,
+    from mapped files."""
     readers: dict[Origin, Any] = {"hugging_face": folder and HfReader(folder), "megatron": checkpoint}
     return lambda origin, name: readers[origin].bits(name)
 

@@ -1,5 +1,4 @@
-"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and of tensors from
-parameters.
+"""Turns a family's rules into assemblies: of Megatron parameters from Hugging Face tensors, and the reverse.
 
 Nothing in this module is specific to a family. All functions take a rule's pieces for a tensor-parallel group of 1,
 since checkpoints hold whole parameters under any layout.
@@ -115,8 +114,8 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """How every Hugging Face tensor is assembled from the checkpoint's chunks. dtype: type to write; None: the stored
-    type."""
+    """Name of a Hugging Face tensor -> how the tensor is assembled from the checkpoint's chunks. dtype: type of the
+    assembled tensors; None: the stored type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}
@@ -148,15 +147,14 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
 
 
 def only_dtype(dtypes: set[str], head: str) -> str:
-    """The common type of all parts of a tensor. head: start of the error message. Raises ValueError for different
-    types."""
+    """The type of all parts of a tensor. Raises ValueError, with `head` before the message, if the types differ."""
     if len(dtypes) > 1:
         raise ValueError(f"{head}: the parts of this tensor have different types: {', '.join(sorted(dtypes))}")
     return next(iter(dtypes))
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder as an assembly, to be written in `dtype`; None: in the stored type."""
+    """The assembly that copies a folder's tensor, converted to `dtype`; None: in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())
@@ -187,7 +185,7 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     # All axes but the last form the rows of the matrix. The selected rows are contiguous if only the last of the row
     # axes has more than one selected element.
     for rows, size in zip(outer, shape):
-        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: this slice of the tensor is not a rectangle"
+        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle of the tensor's matrix"
         row = row * size + rows.start
         height *= len(rows)
     return Part(

@@ -62,7 +62,7 @@ AT_LEAST_1 = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
-"""Keys of config.json whose value is at least 1 in every model."""
+"""Keys of config.json whose value must be at least 1, if present."""
 
 __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 

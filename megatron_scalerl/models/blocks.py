@@ -1,4 +1,4 @@
-"""Rules and options that families share: embedding and head, attention, whole decoders."""
+"""Weight-map rules and Megatron options that families share: embedding and head, attention, whole decoders."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "qkv_bias": (None, False),
 }
-"""Key that vLLM 0.32 reads, though the family's class in transformers may ignore the key -> values without effect.
+"""Key of config.json that vLLM 0.32 reads, even if transformers ignores the key -> values that change nothing.
 
 Source: vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py.
 """

@@ -18,7 +18,7 @@ class Experts:
 
     count: int
     ffn: int
-    """Width of an expert."""
+    """Width of an expert's hidden layer."""
     width_key: str = "moe_intermediate_size"
     """Key of config.json that holds the width `ffn`, for error messages."""
     router: dict[str, Any]
@@ -26,9 +26,9 @@ class Experts:
     module: str = "mlp."
     projections: tuple[str, str, str] = PROJECTIONS
     router_bias: str = ""
-    """Name of the router's frozen bias in `module`; empty for a router without a bias."""
+    """Tensor name of the router's frozen bias after the prefix `module`; empty for a router without a bias."""
     shared_ffn: int = 0
-    """Width of the shared expert; 0 without a shared expert."""
+    """Width of the shared expert's hidden layer; 0 without a shared expert."""
     fused: bool = False
     """True if a layer's experts are fused into two tensors, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
 
@@ -40,7 +40,7 @@ class Experts:
         return dict(num_moe_experts=self.count, moe_ffn_hidden_size=self.ffn, **shared, **self.router)
 
     def rules(self, layer: int, hidden: int) -> list[Rule]:
-        """Rules of a layer's router, shared expert and experts."""
+        """Weight-map rules of a layer's router, shared expert (if any) and experts."""
         hf = f"model.layers.{layer}.{self.module}"
         megatron = f"decoder.layers.{layer}.mlp."
         at = Location(layer=layer)
@@ -146,8 +146,8 @@ def mlp_rules(
 ) -> list[Rule]:
     """Rules of a gated MLP.
 
-    hf: prefix of the three `projections`. megatron: prefix of linear_fc1.weight and linear_fc2.weight. what: key of
-    config.json with the width, for error messages.
+    hf: prefix of the tensor names of `projections` (gate, up, down). megatron: prefix of linear_fc1.weight and
+    linear_fc2.weight. what: key of config.json with the width `ffn`, for error messages.
     """
     gate, up, down = (f"{hf}{projection}.weight" for projection in projections)
     return [
@@ -159,7 +159,8 @@ def mlp_rules(
 def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any) -> list[Rule]:
     """Rules of experts that are separate gated MLPs in the checkpoint.
 
-    The checkpoint's names of expert E begin with `hf`E. (hf, number, dot). mlp: keywords of `mlp_rules`.
+    hf: prefix of the experts' tensor names, to which the expert's number and a dot are added. mlp: keywords of
+    `mlp_rules`.
     """
     weight_map = []
     for expert in range(experts):

@@ -74,7 +74,8 @@ class Rule:
 
 @record
 class LayerStyle:
-    """The features in which the layers of a family may differ."""
+    """The kind of a decoder layer: experts or MLP, RoPE, norms, and attention, which may differ from layer to
+    layer."""
 
     moe: bool = False
     rope: bool = True
@@ -128,7 +129,8 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def divided(total: int, parts: int, what: str) -> int:
-    """total / parts. Raises ValueError, which names `what`, if the division leaves a remainder."""
+    """Return total / parts. Raises ValueError if a remainder is left. what: the key or layer whose size is `total`,
+    for the message."""
     if total % parts:
         raise ValueError(f"{what}: {total} is not a multiple of the parallel size {parts}")
     return total // parts
@@ -142,8 +144,8 @@ def require(config: Any, key: str, *allowed: Any) -> None:
 
 
 def require_present(config: Any, key: str, value: Any) -> None:
-    """Raises ValueError unless the Hugging Face config has the `key` with this value, because engines read the
-    key."""
+    """Raises ValueError unless the Hugging Face config states `key` with this value. Engines read `key` from
+    config.json, so the key must not be absent."""
     if getattr(config, key, None) != value:
         raise ValueError(f"config.json: {key} has to be {value!r}, because engines read this key")
 

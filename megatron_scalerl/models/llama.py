@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x dense models, and the tiny dense policy."""
+"""Llama 2 and 3.x dense models, and the dense policy of `megatron_scalerl.tiny`."""
 
 from typing import Any
 

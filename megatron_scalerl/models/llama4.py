@@ -1,4 +1,4 @@
-"""Llama 4, the text model: Scout, Maverick, and the tiny mixture-of-experts policy.
+"""Llama 4, the text model: Scout, Maverick, and the mixture of experts of `megatron_scalerl.tiny`.
 
 The features of Llama 4 models:
 

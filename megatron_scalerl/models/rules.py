@@ -1,4 +1,5 @@
-"""Functions that make the rules of weight maps, one for each kind of parameter."""
+"""Functions that make the rules of a weight map: for each kind of parameter, how tensor-parallel ranks divide the
+parameter."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -13,7 +14,7 @@ Pieces = Callable[[int, int], tuple[Piece, ...]]
 
 @record
 class Location:
-    """The pipeline stage, layer and expert of a parameter; see `Rule`."""
+    """The pipeline stage, layer and expert of a parameter: the fields of `Rule` with the same names."""
 
     place: Literal["first", "layer", "last"] = "layer"
     layer: int = 0

@@ -1,7 +1,7 @@
 """Names the parts of a model that no family supports, from the keys and the model_type of the model's config.json.
 
-`PARTS` recognizes parts, such as layers, routers and vision towers, by the usual keys. For a config without such
-keys, `parts_of` lists the keys that no supported family has.
+`PARTS` recognizes parts, such as routers and vision towers, by keys that many models use for the part. For a config
+without such keys, `parts_of` lists the keys that no supported family has.
 """
 
 import re
@@ -59,7 +59,7 @@ _MOST = 5
 
 
 def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
-    """The parts of a model as text, each part with the word that `PARTS` recognized.
+    """The unsupported parts of a model as text, each with the word of the config by which `PARTS` names the part.
 
     If no part is recognized, the text lists the keys outside `supported_keys`, the keys of supported families.
     """

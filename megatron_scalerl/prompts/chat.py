@@ -1,4 +1,4 @@
-"""Decides the form of a policy's prompts: whether prompts use the chat template, and which tags enclose thinking.
+"""Decides whether a policy's prompts are rendered with the chat template, and which tags enclose thinking.
 
 `chat_of` decides for a tokenizer and a kind of rows (text or messages), `chat_of_recipe` for a recipe. `Chat.settled`
 puts the decision in place of every `auto` in the recipe, before prompts are rendered.
@@ -39,7 +39,7 @@ ANSWER = {"role": "assistant", "content": "two"}
 
 @record
 class Chat:
-    """The form of a policy's prompts. Produced by `chat_of`."""
+    """Whether prompts use the chat template, and the tags around thinking. Produced by `chat_of`."""
 
     chat_template: bool
     """Whether prompts are rendered with the tokenizer's chat template."""
@@ -50,7 +50,7 @@ class Chat:
     why: str
     """The decision in one sentence, for the user."""
     doubts: Mapping[str, Any]
-    """Settings whose automatic choice may be wrong -> the value that was not chosen."""
+    """Setting whose automatic choice may be wrong -> the alternative value that was not chosen."""
 
     def settled(self, recipe: Recipe) -> Recipe:
         """A copy of the recipe with the decision in place of every `auto`. Raises ValueError as `check_tags`."""
@@ -162,7 +162,7 @@ def chat_of(
 
 
 def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
-    """The text that the template puts after a sample answer, with line breaks as spaces."""
+    """The text with which the template ends a sample answer, line breaks replaced with spaces."""
     text = apply_template(tokenizer, prompts, [QUESTION, ANSWER], generation=False)
     return " ".join(text.rpartition(ANSWER["content"])[2].split())
 

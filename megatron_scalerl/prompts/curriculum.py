@@ -5,8 +5,9 @@ removed permanently from later epochs. The paper does not say which pass rate co
 as known when the prompt is drawn, so that groups that are scored during an epoch count.
 
 A mixture draws the tasks in a fixed order, not at random, so that a batch's composition adds no noise: in every
-stretch of draws each task has the share by weight, to within 1 prompt (smooth weighted round-robin). Every task has
-separate epochs. When a task has no prompts left, the remaining tasks keep their proportions.
+stretch of draws each task gets the share of prompts that the task's weight demands, to within 1 prompt (smooth
+weighted round-robin). Every task has separate epochs. When a task has no prompts left, the remaining tasks keep their
+proportions.
 """
 
 import random
@@ -22,8 +23,8 @@ class CurriculumDry(Exception):
 class Curriculum:
     """Draws training prompts at random, epoch by epoch, for each task separately.
 
-    The order of an epoch depends on the set of the task's prompts, the seed and the epoch's number alone, not on the
-    order of the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed
+    The order of an epoch depends only on the set of the task's prompts, the seed and the epoch's number, not on the
+    order of the file or on rewards. `no_positive_resampling` is the least pass rate at which a prompt is removed
     (None: never), `max_epochs` the number of epochs of each task (None: no limit), `weights` the weight of each task
     (None: all prompts belong to one task).
     """
@@ -37,7 +38,7 @@ class Curriculum:
         weights: Mapping[str, float] | None = None,
     ):
         weights = weights or {prompt.task: 1.0 for prompt in prompts[:1]}
-        assert weights.keys() == {prompt.task for prompt in prompts}, "a task has no prompts or no weight"
+        assert weights.keys() == {prompt.task for prompt in prompts}, "the prompts and weights name different tasks"
         self._tasks = {
             name: _Task([p for p in prompts if p.task == name], seed, no_positive_resampling, max_epochs)
             for name in sorted(weights)
@@ -48,7 +49,7 @@ class Curriculum:
         self._credit = dict.fromkeys(self._tasks, 0.0)
         self._end_reasons: dict[str, str] = {}
         self.epoch = 0
-        """Epoch, from 0, that the drawn task was in at the latest draw."""
+        """Epoch (from 0) of the latest drawn prompt, counted in the prompt's task."""
 
     @property
     def removed(self) -> int:
@@ -84,7 +85,7 @@ class Curriculum:
         self._task_of[prompt_id].observe(prompt_id, pass_rate)
 
     def _next_task(self) -> str:
-        """The task whose number of draws is furthest below the share by weight."""
+        """The task that has had the fewest draws compared with the share of draws that the task's weight demands."""
         open_tasks = [name for name in self._tasks if name not in self._end_reasons]
         total = sum(self._weights[name] for name in open_tasks)
         for name in open_tasks:
@@ -93,12 +94,12 @@ class Curriculum:
 
 
 class _Task:
-    """The epochs of one task's prompts."""
+    """Draws the prompts of one task in shuffled epochs, without removed prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, no_positive_resampling: float | None, max_epochs: int | None
     ):
-        assert prompts, "a curriculum needs prompts"
+        assert prompts, "a task of the curriculum has no prompts"
         self._prompts = {prompt.prompt_id: prompt for prompt in sorted(prompts, key=lambda p: p.prompt_id)}
         self._seed = seed
         self._threshold = no_positive_resampling

@@ -32,18 +32,19 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""Function (task, list of a row's (question, reference, further columns)) -> (problems, trials), a text of each kind
+"""Function (task, rows), each row (question, reference, further columns) -> (problems, trials), both with an entry
 for each row.
 
-A problem is the reason why the verifier can accept no answer to the row, or empty, and is always the same for a row.
-A trial is such a reason, or empty, from a test run that may end differently the next time; None: the run is made when
-the prompt is first used.
+A problem says why the verifier can accept no answer to the row, always with the same text for a row; empty: no
+problem. A trial is the result of a test run of the verifier, which may end differently the next time: the reason why
+the reference was rejected, empty if the reference was accepted, or None if the test run waits until the prompt is
+first used.
 """
 
 
 @record
 class PromptReport:
-    """Counts of kept and skipped rows."""
+    """Counts of the rows that were kept and skipped while one task's prompts were loaded."""
 
     rows: int
     """Number of rows that were read, of both files if held-out prompts have a separate file."""
@@ -85,13 +86,15 @@ class PromptSet:
     training: tuple[Prompt, ...]
     """Training prompts in the order of the files, task after task."""
     held_out: tuple[Prompt, ...]
-    """Held-out prompts, task after task, in the order of hashes: the first n do not depend on the file's order."""
+    """Held-out prompts, task after task, in the order of the hashes of the texts: which prompts are the first n does
+    not depend on the order of the file."""
     reports: tuple[PromptReport, ...]
-    """Report of each task, by name."""
+    """A report for each task, in the order of the tasks' names."""
     problems: dict[str, str | None] = field(default_factory=dict)
-    """Id -> reason, for prompts whose reference failed a trial (`CheckAnswers`); None: no trial yet.
+    """Prompt id -> why a test run rejected the prompt's reference (a trial of `CheckAnswers`); None: no test run yet.
 
-    A resumed run may find a different result, so the prompts stay in the set: digest and order do not change.
+    A resumed run may find a different result, so a rejected prompt stays in the set, whose digest and order must not
+    change.
     """
 
     def lines(self) -> list[str]:
@@ -99,7 +102,7 @@ class PromptSet:
         return [line for report in self.reports for line in report.lines()]
 
     def digest(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of all ids and tokens, in order."""
+        """16 hexadecimal digits of the SHA-256 of all prompts' ids and tokens, in order."""
         digest = hashlib.sha256()
         for prompt in (*self.training, *self.held_out):
             digest.update(json.dumps([prompt.prompt_id, prompt.token_ids]).encode())
@@ -120,10 +123,11 @@ def load_prompts(
     """Read, render and split the prompts of the recipe's tasks.
 
     `tokenizer` is a Hugging Face tokenizer. A task holds out the prompts of `held_out_path`, or else the `held_out`
-    prompts of `path` whose texts have the smallest hashes; a `held_out` below 1 is a share of the range of hashes. No
-    task trains on a text that any task holds out. Rows that cannot be learned from are skipped and reported: rows
-    without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one line, for an invalid
-    file, a file most of whose rows cannot be learned from, and a task without training prompts.
+    prompts of `path` whose texts have the smallest hashes; a `held_out` below 1 takes every text whose hash is in the
+    lowest `held_out` of the range of hashes. No task trains on a text that any task holds out. Rows that cannot be
+    learned from are skipped and reported: rows without a text or an answer, and rows that `check_answers` refuses.
+    Raises ValueError, in one line, for an invalid file, a file most of whose rows cannot be learned from, and a task
+    without training prompts.
     """
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
@@ -162,9 +166,11 @@ def first_of_each_task(prompts: Sequence[Prompt], count: int | None) -> list[Pro
 
 
 def split_held_out(prompts: Sequence[Prompt], held_out: int | float) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, held out): the `held_out` texts with the smallest hashes; below 1, a share of the range of hashes.
+    """(training, held out): held out are the `held_out` texts with the smallest hashes or, for a `held_out` below 1,
+    the texts whose hashes are in the lowest `held_out` of the range of hashes.
 
-    Prompts with the same text stay together. A share does not move existing prompts when prompts are added later.
+    Prompts with the same text stay together. With a `held_out` below 1, prompts that are added later move no earlier
+    prompt between the two lists.
     """
     if 0 < held_out < 1:
         chosen = {prompt.text for prompt in prompts if _text_hash(prompt.text) < held_out * 2**256}
@@ -179,14 +185,14 @@ def _text_hash(text: str) -> int:
 
 
 _Usable = tuple[str, Question, Prompt]
-"""(place of a row, question of the row, prompt without tokens)."""
+"""(file and line of a row, question of the row, prompt before the text is encoded)."""
 
 
 class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
     def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]):
-        """problems: `PromptSet.problems`, to which the loader adds entries."""
+        """problems: `PromptSet.problems`, to which the loader adds the rows whose test run failed or was not made."""
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts
         self._check_answers = check_answers
@@ -201,7 +207,7 @@ class _Loader:
         self._layouts: list[str] = []
 
     def load_split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """(prompts to train on, held-out prompts)"""
+        """Read the task's files and return (prompts to train on, held-out prompts)."""
         assert self._prompts.path is not None
         prompts = self._load(self._prompts.path)
         if self._prompts.held_out_path is not None:
@@ -279,7 +285,7 @@ class _Loader:
         return kept_prompts
 
     def _notice(self, path: str, prompts: Sequence[Prompt]) -> None:
-        """Report likely mistakes in the rows of a file."""
+        """Add lines to the report about columns or references of a file that look like mistakes."""
         columns = {
             name
             for prompt in prompts
@@ -297,7 +303,8 @@ class _Loader:
             self._layouts.append(f"{path}: all references are {prompts[0].answer[:60]!r}")
 
     def _read(self, layout: Layout, row: Row) -> tuple[Question, Prompt]:
-        """(question, prompt without tokens) of a row. Raises ValueError for a row that cannot be used."""
+        """Return (question, prompt before the text is encoded) of a row. Raises ValueError for a row that cannot be
+        used."""
         verifier = self.task.rewards.verifier
         if other_task(row.readable(), layout):
             raise OtherTask(f"{row.where}: the row cannot be scored by rewards.verifier {verifier}")

@@ -35,7 +35,7 @@ CONTEXT = ("context", "passage", "article", "Body", "body")
 CHOICES = ("choices", "options", "endings")
 """Columns with the choices of a multiple-choice question."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
-"""Matches the name of a column that holds one of several choices."""
+"""Matches the name of a column that holds a single choice of a multiple-choice question, such as A or option_b."""
 _PLACE = re.compile(
     r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
     r"|\\includegraphics"
@@ -51,8 +51,8 @@ REFUSED = {
 }
 """Pattern of columns that make a row unusable -> reason.
 
-The policy would need the column for the answer, or the verifier for the judgment, but does not get the column. With
-an environment, which may use the columns, only the first pattern is refused.
+The policy would need such a column to answer, or the verifier to judge, and neither gets the column. In a task with
+an environment, which may use further columns, only columns of the first pattern are refused.
 """
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
@@ -127,8 +127,8 @@ class Layout:
     def check_seen(self, row: Row, question: Question, verifier: str, *, episodes: bool) -> None:
         """Raise ValueError for a row with `REFUSED` columns, and for a question with an image, a video or sound.
 
-        verifier: module:function, which gets all columns, may use a checker's columns. episodes: whether an
-        environment gets the row.
+        verifier: rewards.verifier; module:function gets all columns, so CHECKED columns are allowed. episodes:
+        whether an environment gets the row.
         """
         question_value = _parsed(row.values.get(self.question[0].partition(".")[0]))
         parts = [row.values, *(question_value if isinstance(question_value, list) else [question_value])]
@@ -215,7 +215,7 @@ PUBLISHED = (
     ("codeforces", "description ?input_format ?output_format ?note", "official_tests", "code"),
     ("leetcode", "query", "test", "code"),
 )
-"""Layouts of published sets: name, question, reference, verifier."""
+"""Layouts of published data sets: (name, columns of the question, of the reference, verifier or empty)."""
 PAIRS = tuple(
     ((*question.split(),), answer, rank)
     for questions, answers, rank in (
@@ -231,7 +231,7 @@ PAIRS = tuple(
     for answer in answers
     for question in questions
 )
-"""Layouts with common names: question, reference, rank."""
+"""Layouts by common column names: (columns of the question, column of the reference, rank)."""
 LAYOUTS = (
     *(
         Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v, rank={"humaneval": 1}.get(n, 0))
@@ -280,7 +280,8 @@ def other_task(row: Row, layout: Layout) -> bool:
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
-    """The layouts to try, each once, after prompts.preset, prompt_column and answer_column are applied."""
+    """The layouts to try on a file: all, or the layout of prompts.preset, with the columns that prompt_column and
+    answer_column name."""
     layouts = list(LAYOUTS)
     if prompts.preset is not None:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
@@ -304,7 +305,8 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
 
 
 def _serves(layout: Layout, verifier: str) -> bool:
-    """Whether a verifier can use the references; a user's verifier, module:function, can use all references."""
+    """Whether a verifier can use the layout's references; a user's verifier, module:function, can use every
+    layout's."""
     return layout.verifier in ("", verifier) or ":" in verifier
 
 
@@ -356,7 +358,7 @@ def _at(values: Any, column: str) -> tuple[Any, bool]:
 
 
 def _column_error(row: Row, column: str) -> str:
-    """The error message if a row lacks a column that is required; else empty."""
+    """The error message if `column` is required and the row lacks `column`; else empty."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
     return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
@@ -450,7 +452,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def _with_references(row: Row, text: str) -> str:
-    """A question: the row's contexts (`CONTEXT`), the text, and the choices."""
+    """The full question: the row's contexts (`CONTEXT`), then `text`, then the row's choices."""
     about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
     choices = _choices(row)
     # some data sets have the choices in the question's text already
@@ -489,8 +491,8 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """A column's reference as text: the only element of a list; for `code`, tests as a JSON text or lines of
-    Python."""
+    """The reference in a column as text: a list with one element counts as the element; for `code`, a list of texts
+    becomes lines of Python, and further tests become JSON. Raises ValueError for several reference answers."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
         value = parsed
@@ -522,7 +524,8 @@ def _unpacked(text: str) -> str:
 
 
 def as_text(row: Row, column: str, value: Any) -> str:
-    """The text of a value. Raises ValueError for a value that is no text, empty or not UTF-8."""
+    """A text or a number as text. Raises ValueError for a value of another kind, for an empty text, and for a text
+    that UTF-8 cannot encode."""
     if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
         kind = {type(None): "empty", float: "NaN"}.get(type(value), f"a {type(value).__name__}")
         raise ValueError(f"{row.where}: {column!r} is {kind}; it has to be a text or a number")

@@ -36,7 +36,8 @@ class PromptRenderer:
             raise ValueError(f"prompts.{key} has no effect without prompts.chat_template true")
 
     def check(self, question: Question, place: str, column: str) -> None:
-        """Raises ValueError for several messages without a chat template, and for a text with a special token."""
+        """Raises ValueError for a question of several messages if prompts use no chat template, and for a text that
+        contains a special token. place, column: where the question is from, for the error message."""
         if token := next((token for token in self.special if token in question.text), ""):
             # the tokenizer would encode the text as the special token
             raise ValueError(f"{place}: {column!r} contains the special token {token}")

@@ -107,7 +107,7 @@ class _ForcedPhrase:
         for a, b in spans:
             if not any(start < b and end > a for start, end in offsets):
                 raise ValueError(
-                    f"{row.where}: the tokenizer gives no token for the forced phrase at characters {a}-{b}"
+                    f"{row.where}: the forced phrase cannot be masked, since no token covers characters {a}-{b}"
                 )
         return mask
 
@@ -133,7 +133,8 @@ class _ForcedPhrase:
 def _with_end_token(
     row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """(tokens, mask) with an end token, appended if missing; unchanged if `ends`, the end tokens, is empty."""
+    """Return (tokens, loss mask) of a completion, with the first of the end tokens `ends` appended unless the
+    completion ends with a token of `ends`, or `ends` is empty."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))

@@ -37,14 +37,14 @@ class Row:
     """A row of a prompts file."""
 
     where: str
-    """File and line (from 1) or row (from 1), for error messages."""
+    """The file, and the number of the line or row (from 1), for error messages."""
     values: dict[str, Any]
     """Value of each column."""
     problem: str = ""
     """The reason why the row cannot be read, empty for a readable row."""
 
     def readable(self) -> Row:
-        """The row. Raises ValueError, with file and line, for a row with a problem."""
+        """Return this row. Raises ValueError, with file and line, if the row could not be read."""
         if self.problem:
             raise ValueError(f"{self.where}: {self.problem}")
         return self
@@ -74,7 +74,7 @@ def _check_size(path: Path, nbytes: int) -> None:
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Open a file, through gzip if the name ends in .gz. Raises ValueError if `_check_size` does."""
+    """Open a file, through gzip if the name ends in .gz. Raises ValueError if the unpacked content is too large."""
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:
@@ -118,7 +118,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _row(place: str, value: Any) -> Row:
-    """A row from a JSON object, or from a list of objects, whose columns are 0, 1 ..."""
+    """A row from a JSON object, or from a JSON list of objects, which become the columns "0", "1" ..."""
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         value = dict(zip(map(str, range(len(value))), value))
     if not isinstance(value, dict):

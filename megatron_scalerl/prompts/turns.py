@@ -75,8 +75,8 @@ class TurnRenderer:
             self._measure(source)
 
     def _measure(self, source: str) -> None:
-        """Set the text with which the template opens a turn, and try the template with two turns. Raises ValueError
-        as `next`."""
+        """Find the text with which the template opens a turn, and render two turns as a test. Raises ValueError as
+        `next`."""
         sample_prompt = apply_template(self._tokenizer, self._prompts, [QUESTION])
         sample_messages = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
         self._opening = self._prompt.prefilled(sample_prompt).removeprefix(sample_messages).lstrip()
@@ -124,7 +124,8 @@ class TurnRenderer:
     def _pieces(self, messages: Sequence[Messages]) -> list[str]:
         """A conversation as [text, turn, text, ..., text].
 
-        A turn is "w" (the whole turn) or "a" (the answer alone) and the turn's number.
+        A turn of the policy is a letter, "w" (whole turn) or "a" (answer without thinking), and the turn's number
+        from 0.
         """
         if not self._prompts.chat_template:
             text = "".join(str(message["content"]) for message in messages[0])
@@ -174,11 +175,13 @@ class TurnRenderer:
         return value
 
     def _first_tokens(self, text: str) -> list[int]:
-        """The tokens of the context's first text, after a beginning-of-sequence token if prompts.add_bos is set."""
+        """The tokens of the text that begins a context, after a beginning-of-sequence token if prompts.add_bos is
+        set."""
         return list(self._prompt.with_bos(self._encode(text)))
 
     def _next_tokens(self, text: str, ids: Sequence[int]) -> list[int]:
-        """The tokens of the text after a turn with the tokens `ids`, without an end token that the turn has."""
+        """The tokens of the text that follows a turn with the tokens `ids`, without the end of the turn if `ids` has
+        the end."""
         tokens = self._encode(text.lstrip())
         if not self._end_ids.intersection(tokens[:1]):
             raise ValueError(
@@ -189,6 +192,6 @@ class TurnRenderer:
         return tokens[1:] if ids[-1:] == tokens[:1] else tokens
 
     def _encode(self, text: str) -> list[int]:
-        """Encode a text piece by piece; pieces end at the marks, which are left out."""
+        """Encode the pieces between the marks (`_with_marks`) separately, and leave the marks out."""
         parts = self._tokenizer(text.split(self._mark), add_special_tokens=False)["input_ids"]
         return list(chain.from_iterable(parts))

@@ -14,10 +14,10 @@ _REQUIRED_KEYS = ("name", "steps", "policy", "prompts")
 
 @record
 class RecipeFile:
-    """One of the recipe files that `listed` returns."""
+    """A file with a whole recipe or with an overlay. Produced by `listed`."""
 
     name: str
-    """The file's stem."""
+    """Name of the file without folder and ending."""
     file: Path
     overlay: bool
     """Whether the file lacks keys of a whole recipe, and so is an overlay to merge into a base recipe."""
@@ -50,7 +50,8 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
 
 
 def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The whole recipe of a file; an overlay is merged into `base`. Raises RecipeError, also if `base` is missing."""
+    """The whole recipe of a file; an overlay is merged into `base`. Raises RecipeError, also for an overlay if `base`
+    is None."""
     if not item.overlay:
         return load_recipe(item.file, overrides)
     if base is None:

@@ -53,10 +53,10 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def load_recipe_for(
     policy: str | Path, path: str | Path | None = None, overrides: Iterable[str] = (), *, prompts: str = ""
 ) -> Recipe:
-    """The recipe in `path`, a run's recipe.yaml for example, or the defaults, with `policy` as the policy's folder.
+    """The recipe in `path`, such as a run's recipe.yaml, or without `path` the defaults, with policy.path set to
+    `policy`.
 
-    The settings may lack steps and training prompts; `prompts` takes the place of missing training prompts. Raises as
-    `load_recipe`.
+    The file may lack `steps` and prompts.path; `prompts` is then the value of prompts.path. Raises as `load_recipe`.
     """
     files = []
     data: dict[str, Any] = {"name": "evaluation", "steps": 1}
@@ -80,8 +80,8 @@ def load_recipe_for(
 def _overridden(
     data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str], *, without: Sequence[str] = ()
 ) -> Recipe:
-    """Apply the overrides to `data`, drop the sections in `without`, and validate. files: the files that `data` is
-    from."""
+    """Apply the overrides to the settings `data`, drop the sections in `without`, and validate the result. files: the
+    files from which `data` was read, for error messages."""
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
@@ -102,7 +102,8 @@ def _overridden(
 
 
 def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge two nested settings, section by section. Where both have a value, the value of `over` remains."""
+    """Merge the sections of `over` into the sections of `data`. Where both have a value, the result has the value of
+    `over`."""
     sections = {
         key: merged(data[key], value)
         for key, value in over.items()
@@ -218,7 +219,7 @@ def _first_line(error: ValidationError) -> str:
 
 
 def _place(detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Path of the value in the recipe, without the type or [key] that pydantic appends for unions and mappings."""
+    """Path (section, key ...) of the faulty value in the recipe, without the type or [key] that pydantic appends."""
     return detail["loc"] if _APPENDED.isdisjoint(detail["loc"][-1:]) else detail["loc"][:-1]
 
 
@@ -249,7 +250,7 @@ def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> st
 
 
 def _value_text(value: Any) -> str:
-    """A value in a recipe's notation, at most 60 characters."""
+    """A value as written in a recipe file, cut to 60 characters, for error messages."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

@@ -17,8 +17,8 @@ _FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
 
 
 def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
-    """Return the folder in the Hugging Face cache if `path` is a name on the hub; else, or if not cached, `path`
-    unchanged.
+    """Return the folder in the Hugging Face cache if `path` is a name on the hub; else, or if the name is not cached,
+    `path` unchanged.
 
     download: fetch a name that is not cached, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if the
     download fails.
@@ -44,8 +44,8 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
 
 
 def hint(path: str, kind: Kind) -> str:
-    """The advice that an error about an unusable path ends with: for GGUF, a pattern, or a name on the hub; else
-    empty."""
+    """The advice at the end of an error about a path that cannot be used: for a GGUF file, a pattern such as *.json,
+    or a name on the hub; else empty."""
     if kind == "model" and (path.endswith(".gguf") or any(Path(path).glob("*.gguf"))):
         return "; convert weights in a GGUF file to a Hugging Face folder first: docs/checkpoints.md#gguf"
     if path.startswith("~") or any(sign in path for sign in "*?["):

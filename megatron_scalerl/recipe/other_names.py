@@ -1,4 +1,5 @@
-"""Settings by their former names, and suggestions for unknown keys: other frameworks' names, or near names."""
+"""Renames settings of version 0.2, and suggests keys in errors about unknown keys: by the names of other frameworks,
+or by similar names."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -87,25 +88,27 @@ _RENAMED_VALUES = {
 }
 """Keys and values of version 0.2 -> their successors. Version 0.4 will refuse the former keys and values."""
 _NEAR_SIBLING = 0.8
-"""Smallest likeness (0 to 1, of difflib) to an unknown key at which a key of the same section is suggested."""
+"""An error about an unknown key suggests a key of the same section if difflib's ratio of both is at least this."""
 _NEAR_OTHER = 0.9
-"""Smallest likeness to an unknown key at which a key of a different section is suggested."""
+"""An error about an unknown key suggests a key of a different section if difflib's ratio of both is at least this."""
 _FAR_SIBLING = 0.65
-"""Smallest likeness at which a key of the same section is suggested, if no key reaches the two limits above."""
+"""The ratio from which a key of the same section is suggested if no key reaches _NEAR_SIBLING or _NEAR_OTHER."""
 _MOST_LISTED = 12
 """Largest number of keys that an error lists; for a section with more keys, the error names a file with all keys."""
 _MOST_NEAREST = 3
-"""Largest number of suggested names; with more near names, the error suggests none."""
+"""Largest number of keys that an error suggests; if more keys are as similar, the error suggests no key."""
 
 
 def setting_of(key: str) -> str:
-    """The settings that other frameworks call by the last part of `key`; empty for a name not in `OTHER_NAMES`."""
+    """The recipe's settings, joined by "or", that other frameworks call by the last part of `key`; empty for an
+    unknown name."""
     parts = key.lower().replace("-", "_").split(".")
     return OTHER_NAMES.get(".".join(parts[-2:])) or OTHER_NAMES.get(parts[-1], "")
 
 
 def rename_former(data: Mapping[str, Any]) -> Iterator[str]:
-    """Replace settings of version 0.2 in `data`, a recipe, with today's settings. Yields a clause for each change."""
+    """Replace settings of version 0.2 in `data`, a recipe, with today's settings. Yields a clause that describes each
+    change, for the log."""
     for key in (*FORMER_KEYS, *_RENAMED_KEYS, *_RENAMED_VALUES):
         name = key.partition(".")[2]
         section = data.get(key.partition(".")[0])
@@ -202,7 +205,8 @@ def unknown_key(
 
 
 def _nearest(last: str, names: Sequence[str], likeness: float) -> list[str]:
-    """The names whose last part is at least as similar to `last` as `likeness`; empty for more than _MOST_NEAREST."""
+    """The names whose last part has a difflib ratio to `last` of at least `likeness`; empty if more than
+    _MOST_NEAREST."""
     lasts = {name.rpartition(".")[2] for name in names}
     alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=likeness)
     nearest = [name for name in names if name.rpartition(".")[2] in alike]

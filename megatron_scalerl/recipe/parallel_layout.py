@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 Stages = tuple[tuple[int, ...], ...]
-"""For each pipeline stage, the layers' indices, from 0. A virtual pipeline's stage has one chunk's layers after
-another's."""
+"""For each pipeline stage, the indices (from 0) of the stage's layers. With a virtual pipeline, a stage lists the
+layers of the first model chunk, then the layers of the second, and so on."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
@@ -86,8 +86,8 @@ LEFT_KEYS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Former fields of megatron.model, which are refused. A run that began with such a field resumes without the
-field."""
+"""Fields of megatron.model that this version refuses. A run of an earlier version that set such a field resumes
+without the field."""
 MODEL_KEYS = frozenset({*_ENDS, "sequence_parallel"})
 """Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 
@@ -133,8 +133,8 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
 def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
     """Divide the layers among the pipeline stages by Megatron's options in megatron.model.
 
-    The first and last stage may have a set number of layers; all further layers are split evenly. Raises ValueError
-    with the key and the numbers, if `layers` layers cannot be split this way.
+    megatron.model may set the number of layers of the first and of the last stage; all further layers are split
+    evenly. Raises ValueError, with the key and the numbers, if `layers` layers cannot be split in this way.
     """
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
@@ -148,7 +148,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
 
 
 def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[int]:
-    """Number of layers in each chunk of a stage, for every stage [pp]. Raises ValueError as `stages_of` does."""
+    """[pp] for each pipeline stage, the number of layers in a model chunk. Raises ValueError as `stages_of` does."""
     stage_layers = [0] * sizes.pp
     end_keys = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
     if len(end_keys) > sizes.pp:

@@ -1,7 +1,7 @@
-"""The sections of a recipe about processes: trainer ranks, engines, and the weights from trainer to engines.
+"""Declares a recipe's sections about processes: trainer ranks, engines, and the weight updates of the engines.
 
-Defaults and docstrings follow `recipe.sections`. Two sections pass options through by the original names: `megatron`
-to Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
+Defaults and docstrings have the same conventions as in `recipe.sections`. Two sections pass options on under the
+original names: `megatron` to Megatron-Core's dataclasses, and `engine.vllm` to vLLM's engine arguments.
 """
 
 from typing import Annotated, Any, Literal
@@ -106,7 +106,8 @@ class EngineSection(Section):
     count after a server ran for 10 minutes and the longest of stall_timeout_s, first_token_timeout_s and
     weights.timeout_s. An engine that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
-    """Smallest number of engines that are not given up, below which the run fails; at most engine.count."""
+    """The run fails when fewer engines than this number are left, not counting engines that were given up; at most
+    engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM's engine arguments by the original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ...
     Arguments that change the sampling distribution are rejected. Arguments that change the engine's numerics
@@ -119,7 +120,7 @@ class EngineSection(Section):
 
 
 def _off_text(value: object) -> object:
-    """The text off in place of false, which YAML reads for off without quotation marks."""
+    """Turn false into the text "off": YAML reads off without quotation marks as false."""
     return "off" if value is False else value
 
 
@@ -146,7 +147,8 @@ class WeightsSection(Section):
     as without adapters. Mixtures of experts require merged: vLLM's CPU kernels have no adapters of experts."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
-    update from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
+    update from then on (ppo_off_policy), and on an engine that was started again. 0: only after the start of an
+    engine."""
     probe_tolerance: PositiveFloat | None = None
     """The run fails where |trainer - engine log-prob| on the probe exceeds this value on average (nats), or 20 times
     this value in a single token. null: 5e-4 in float32, 0.15 in bfloat16."""
@@ -184,7 +186,7 @@ class EvaluationSection(Section):
     pipeline and rollouts.deterministic false: no optimizer step waits for an evaluation. An evaluation that is due
     while fewer than two engines serve, or during another evaluation, is made of the first later version."""
     files: tuple[str, ...] = ()
-    """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER."""
+    """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER with the names of two columns."""
     task: str | None = None
     """With prompts.tasks: the task whose template and verifier are used."""
     generations: PositiveInt = 16

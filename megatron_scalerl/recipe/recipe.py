@@ -51,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 
 
 def _checked_name(name: str) -> str:
-    """The name of a run, which is also the name of the run's folder and Slurm job."""
+    """Return `name` if a run, the run's folder and the run's Slurm job can have this name; else raise ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"the name {name!r} is not allowed; take at most 100 letters, digits and . _ + = @ -")
     return name
@@ -114,7 +114,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_tasks(cls, data: Any) -> Any:
-        """Fill in the settings of a task's environment and interruption from the recipe's own sections."""
+        """Complete a task's sections `environment` and `interruption` with the keys of the recipe's sections of that
+        name."""
         prompts = data.get("prompts") if isinstance(data, Mapping) else None
         tasks = prompts.get("tasks") if isinstance(prompts, Mapping) else None
         if not isinstance(tasks, Mapping):
@@ -136,19 +137,20 @@ class Recipe(Section):
         return {**data, "prompts": {**(prompts or {}), "tasks": filled}}
 
     def with_settings(self, **sections: Mapping[str, Any]) -> "Recipe":
-        """The recipe with these settings of these sections, which no validator checks."""
+        """A copy of the recipe with changed settings, which no validator checks. sections: name of a section ->
+        changed settings."""
         changed = {name: getattr(self, name).model_copy(update=settings) for name, settings in sections.items()}
         return self.model_copy(update=changed)
 
     @property
     def adapters_alone(self) -> bool:
-        """Whether engines get adapters alone and not whole weights."""
+        """Whether weight updates send only the adapters to the engines: policy.lora with weights.adapters alone."""
         return self.policy.lora is not None and self.weights.adapters == "alone"
 
     @property
     def by_task(self) -> "list[Recipe]":
-        """[tasks] copies of the recipe, one for each task with the task's settings, by name; [self] without
-        prompts.tasks."""
+        """A copy of the recipe for each task, with the task's settings, in the order of the tasks' names. Without
+        prompts.tasks: this recipe alone."""
         return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
 
     def of_task(self, name: str) -> "Recipe":
@@ -184,7 +186,8 @@ class Recipe(Section):
 
     @property
     def length_penalty(self) -> LengthPenaltySection | None:
-        """rewards.length_penalty with values for max_tokens and cache_tokens; None without a penalty."""
+        """rewards.length_penalty with the defaults of max_tokens and cache_tokens filled in; None without a
+        penalty."""
         penalty = self.rewards.length_penalty
         if penalty is None:
             return None
@@ -213,21 +216,22 @@ class Recipe(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else the longest sequence,
-        rounded."""
+        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else `longest_sequence`, rounded
+        up to a multiple of MICRO_BATCH_MULTIPLE."""
         tokens = self.trainer.micro_batch_tokens
         return tokens or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
     @property
     def devices(self) -> int:
-        """Devices of a run: trainer ranks plus the engines' devices; with engine.colocate trainer ranks alone."""
+        """Number of devices of a run: trainer ranks plus the engines' devices; with engine.colocate trainer ranks
+        alone."""
         if self.engine.colocate:
             return self.trainer.world_size
         return self.trainer.world_size + sum(self.engine_devices.values())
 
     @property
     def engine_devices(self) -> dict[str, int]:
-        """Devices of each engine that a run starts, by name, the teachers' engines last."""
+        """Engine's name -> number of devices, for every engine that a run starts; the teachers' engines come last."""
         devices = {f"engine-{index}": self.engine.devices_per_engine for index in range(self.engine.count)}
         return devices | {
             TEACHER + name: teacher.devices for name, teacher in sorted(self.algorithm.teachers.items())
@@ -235,11 +239,12 @@ class Recipe(Section):
 
     @property
     def teacher_devices(self) -> int:
-        """Devices of all teachers together."""
+        """Number of devices of all teachers' engines together."""
         return sum(teacher.devices for teacher in self.algorithm.teachers.values())
 
     def of_engine(self, name: str) -> "Recipe":
-        """The recipe for the engine of this name: a teacher's engine has another policy and other options."""
+        """The recipe that an engine is started with: for a teacher's engine, a copy with the teacher's policy,
+        devices and vLLM options."""
         if not name.startswith(TEACHER):
             return self
         teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
@@ -349,7 +354,7 @@ def _check_environment(recipe: Recipe) -> None:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """Raises ValueError for evaluations that the run cannot make during training."""
+    """Raises ValueError if evaluation.every_steps is set without the files and settings that evaluations need."""
     section = recipe.evaluation
     rollouts = recipe.rollouts
     if not section.every_steps:
@@ -367,7 +372,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 
 def _check_colocation(recipe: Recipe) -> None:
-    """Raises ValueError where engines cannot run on the trainer's devices."""
+    """Raises ValueError for settings with which engine.colocate, engines on the trainer's devices, does not work."""
     engine = recipe.engine
     weights = recipe.weights
     if not engine.colocate:

@@ -38,7 +38,7 @@ The paper prints the trailing space before the tag."""
 
 
 AUTO: Final = "auto"
-"""Value of a setting that is chosen by tokenizer and prompts; `prompts.chat.Chat.settled` fills in the choice."""
+"""Value of a setting that `prompts.chat.Chat.settled` replaces with a choice by tokenizer and prompts."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,7 +47,7 @@ PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 class LoraSection(Section):
-    """Adapters (LoRA): the policy's weights are frozen, and a product of two small matrices is trained beside each.
+    """Adapters (LoRA): the policy's weights W are frozen, and beside each W two small matrices A and B are trained.
 
     A linear layer computes W x + alpha / rank B A x. The defaults are from Schulman et al., "LoRA Without Regret"
     (2025), unless the setting says otherwise.
@@ -57,7 +57,7 @@ class LoraSection(Section):
     """Rows of each A and columns of each B, at most vLLM's 512. Schulman et al. specify no rank: in RL, rank 1 learns
     as fast."""
     alpha: PositiveFloat = 32.0
-    """The product is multiplied by alpha / rank."""
+    """The product B A is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
     """Linear layers with an adapter, also in experts. Embedding, head and routers have no adapters."""
 
@@ -192,13 +192,13 @@ class TaskSection(Section):
     file_mb: NonNegativeInt | None = None
     """rewards.file_mb for this task."""
     environment: Annotated[EnvironmentSection | None, BeforeValidator(section_of)] = None
-    """`environment` for this task: the task's keys over the recipe's. {name: null}: single turns."""
+    """`environment` for this task: keys set here replace the recipe's keys. {name: null}: single turns."""
     interruption: InterruptionSection | None = None
-    """`interruption` for this task: the task's keys over the recipe's."""
+    """`interruption` for this task: keys set here replace the recipe's keys."""
 
 
 class PromptsSection(Section):
-    """The source of prompts, and their rendering."""
+    """Where prompts come from, and how prompts are rendered as text."""
 
     path: str | None = None
     """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or a dataset's name
@@ -296,12 +296,12 @@ class RolloutsSection(Section):
 
     @property
     def batches_per_update(self) -> int:
-        """Batches that are trained between two weight updates of the engines: 1, or the batches of a phase."""
+        """Batches trained between two weight updates of the engines: updates_per_phase for ppo_off_policy, else 1."""
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
     @property
     def one_by_one(self) -> bool:
-        """True if new groups wait for the end of the validation that follows a weight update."""
+        """True if no group is started until the validation that follows a weight update has ended."""
         return self.deterministic or self.schedule == "ppo_off_policy"
 
     @property
@@ -426,8 +426,8 @@ class AlgorithmSection(Section):
     settings: dict[str, Any] = {}
     """Fields of the class (distilled: gap_weight, reward_weight), which may also stand beside `name`."""
     kl: KLSection | None = None
-    """A divergence in the loss. Groups that `filters` leave out have no divergence: distillation sets
-    filters.zero_variance false. null: no divergence."""
+    """A divergence added to the loss, for groups that `filters` keep: for distillation, set filters.zero_variance to
+    false. null: no divergence."""
     teachers: dict[Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")], TeacherSection] = {}
     """Teachers by name: engines that no weight update reaches, and whose device-hours the ledger has as `teacher`.
     For `distilled`, and classes of yours that are subclasses of `distilled`."""
@@ -522,7 +522,7 @@ class ValidationSection(Section):
     engine: Literal["held", "all"] = "held"
     """Engines that generate a validation. held: one engine, which keeps the policy version until the end, while the
     trainer and all other engines go on. all: every engine, and the next weight update waits for the validation.
-    A single engine, deterministic, ppo_off_policy, and the start and the end of a run imply all."""
+    With a single engine, deterministic or ppo_off_policy, and at the start and end of a run, all holds."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of interruption points."""
     audit: str | None = AUTO

@@ -13,14 +13,14 @@ AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
 
 @record
 class Task:
-    """A task with its settings. Produced by `tasks_of`."""
+    """A task of a recipe, with the settings that hold for the task. Produced by `tasks_of`."""
 
     name: str
     """Name of the task; empty: the only task of a recipe with `prompts.path`."""
     weight: float
     """The task's share of the drawn prompts, relative to other tasks' shares."""
     recipe: Recipe
-    """The recipe with this task's settings, and with the limits of the length penalty."""
+    """The recipe with this task's settings, in which the defaults of the length penalty are filled in."""
     audit: str | None = None
     """The second judge, `module:function` (validation.audit); None: no second judge."""
 
@@ -46,7 +46,8 @@ class Task:
 
 
 def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
-    """The tasks of a recipe, at least one, by name."""
+    """The tasks of a recipe in the order of the names. A recipe without prompts.tasks has one task, without a
+    name."""
     sections = recipe.prompts.tasks
     if not sections:
         return (_task(recipe, "", 1.0),)
