@@ -242,7 +242,9 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, l
     assert re.search(said, captured) and "Traceback" not in captured
     if code == 1:
         log = (tmp_path / "r/logs/controller.log").read_text()
-        assert re.search(r" INFO +controller megatron_scalerl\.controller\.train: run \w+, attempt local\.0, ", log)
+        assert re.search(
+            r" INFO +controller megatron_scalerl\.controller\.train: run \w+: attempt local\.0 begins ", log
+        )
         assert "Traceback" in log and re.search(said, log) and "StandInLauncher" not in captured
         assert "controller.log" in captured
 
@@ -271,7 +273,7 @@ def test_a_controller_that_a_later_attempt_has_replaced_starts_no_trainer_again(
 
     attempts.under_way = replace
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == 1
-    assert "a later attempt of the job has begun; this one failed: trainer rank 1" in capsys.readouterr().err
+    assert "this attempt failed, and Slurm has begun a later attempt: trainer rank 1" in capsys.readouterr().err
     assert attempts.count == 1
 
 

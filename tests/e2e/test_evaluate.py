@@ -45,7 +45,7 @@ def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert [cell["budget"] for cell in summary["files"]] == [4, 48]
     assert summary["contamination"]["tiny"]["training_prompts"] > 100
-    assert "mean@4 at a budget of 48 of the 9 problems that no training prompt hits" in " ".join(printed.split())
+    assert "mean@4 at a budget of 48 of the 9 uncontaminated problems" in " ".join(printed.split())
     assert "thinking" in printed
     assert "\x1b" not in printed and "\u202e" not in printed
     assert "\\x1b]0;owned\\x07[red]2-1=\\u202e[/nothing]" in printed, "shown as text"
