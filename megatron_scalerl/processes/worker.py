@@ -131,7 +131,7 @@ def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     """Read the next request, report READ to the pool, and return (number, head, body)."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
-    # The report comes before the work. If the worker dies afterwards, the pool counts the death for this request.
+    # Report READ before the work: if the worker dies during the work, the pool blames this request for the death.
     if number:
         with _sending:
             connection.sendall(FRAME.pack(number, READ, 0, 0))
