@@ -215,8 +215,8 @@ class Meter:
     async def beat(self) -> None:
         """The heartbeat loop: record at once and every HEARTBEAT_S that all devices are still held, until cancelled.
 
-        The loop waits for the clock alone, so no other loop can block the heartbeat. After a crash at most HEARTBEAT_S
-        of the devices' time are uncharged.
+        The loop waits for the clock alone, so no other loop can block the heartbeat. After a crash at most
+        HEARTBEAT_S of the devices' time are uncharged.
         """
         while True:
             # A failed heartbeat does not end the run, since space on a full disk may become free before the next

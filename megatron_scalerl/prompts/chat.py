@@ -211,7 +211,7 @@ def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     def render(*messages: Mapping[str, str], generation: bool = False) -> str:
         try:
             return apply_template(tokenizer, prompts, messages, generation=generation)
-        except ValueError:  # the template refuses two user messages in a row, so nothing longer than the prompt exists
+        except ValueError:  # the template refuses two user messages in a row, so no longer text exists
             return prompt
 
     prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()

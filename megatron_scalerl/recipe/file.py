@@ -85,7 +85,7 @@ def _overridden(
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
-            # `algorithm: dapo` becomes {name: dapo}, because later overrides may set other keys of the section
+            # `algorithm: scalerl` becomes {name: scalerl}, because later overrides may set other keys of the section
             data[section] = section_of(data.get(section, {}))
         key, _, value = item.partition("=")
         if key == OVERLAY:
