@@ -62,7 +62,7 @@ class _Hold:
         """Role -> tokens of the completions that finished for measurements."""
 
     def close(self, now: float) -> tuple[dict[Role, float], int]:
-        """Returns (role -> device-seconds, number of finished training tokens), both since the last call."""
+        """Returns (role -> device-seconds, tokens of completions received for training), both since the last call."""
         seconds = self._devices * (now - self._since)
         # A measurement's completion may be received in one window and counted, after scoring, in the next. The
         # difference may then be negative.

@@ -184,7 +184,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     unfused_norms = min(shape.experts, 1)
     swiglu_widths = 3
     if kernels.layers == "plain":
-        # Plain attention saves a padded copy of its output.
+        # Attention without Transformer Engine also saves a padded copy of the output for the backward pass.
         core += out
         unfused_norms = 2
         swiglu_widths = 5

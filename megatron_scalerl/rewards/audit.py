@@ -26,7 +26,7 @@ _UNFINISHED_TEXT = re.compile(
 
 
 def confirm_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
-    """True if the last answer in a text is the reference: as a written-out number, or if not a number, as a text."""
+    """True if the last answer in a text has the reference's value or, for a reference without a number, its letters."""
     del extra
     stated = whole_answer(stated_reference(reference))
     box = last_box(answer_text)

@@ -309,7 +309,7 @@ def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> 
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused_types):
         try:
             return kind(message)
-        except TypeError:  # the type takes more than a message
+        except TypeError:  # some types, UnicodeDecodeError among them, need more arguments
             pass
     return RuntimeError(message)
 

@@ -35,9 +35,9 @@ THREADS = 64
 """Largest number of threads of all programs in a sandbox, process 1 included."""
 OPEN_FILES = 64
 CPU_SLACK_S = 0.1
-"""Processor time beyond the limit that a program gets at least before the kernel ends the program (s).
+"""The kernel ends a program only after this much processor time (s) beyond the limit.
 
-So the processor time that the kernel reports for an ended program is above the limit.
+So the processor time that the kernel reports for a program at the limit is above the limit.
 """
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}

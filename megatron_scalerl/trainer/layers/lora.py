@@ -229,7 +229,7 @@ def with_adapters(linear: type, lora: LoraSection) -> type:
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            # Megatron's method would save the adapters as if no rank had only a shard.
+            # Megatron's method would save each rank's shard of the adapters as if the shard were the whole tensor.
             return state | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
     return WithAdapters
