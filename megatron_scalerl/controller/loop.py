@@ -241,7 +241,7 @@ class Controller:
             self._state.step = report.policy_version
             record["send_seconds"] = self._overlap.send_seconds
         if self._phase_over:
-            record |= await self._publish()  # `_publish` updates and probes the engines, which adds columns to `record`
+            record |= await self._publish()  # updates and probes the engines, and measures both
         self._note(record | self._charge(), report, batch.plan.stats)
         if self._phase_over:
             self._measurements.begin()

@@ -26,7 +26,7 @@ _UNFINISHED_TEXT = re.compile(
 
 
 def confirm_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
-    """True if the last answer in a text has the reference's value or, for a reference without a number, its letters."""
+    """True if the last answer in a text equals the reference: as a number or, if the reference has none, as text."""
     del extra
     stated = whole_answer(stated_reference(reference))
     box = last_box(answer_text)
