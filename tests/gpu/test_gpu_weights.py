@@ -54,6 +54,7 @@ STAYS_S = {"cpu": 1, "gpu": 150}
 def test_an_engine_that_is_gone_does_not_end_the_trainer(device):
     """It is killed in the middle of a broadcast. Its sender reports it, sends to the next engine, and lives on."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     environment |= {} if device == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
 
     def start(role, rank, folder):

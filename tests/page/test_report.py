@@ -95,7 +95,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
     rewrite_validations(tmp_path, lambda row: {"pass_rate": start + (1 - start) * (row["pass_rate"] - 0.4)})
     out = printed_report(tmp_path)
     assert "device-hours: 4 in total" in out and "robust: error of the forecast: mean" in out
-    [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
+    [line] = [line for line in out.splitlines() if line.startswith("the method paper has no forecast: ")]
     assert f"method paper: R_0 is {start:.3f}; " in line and "(read r: run folder" in line, line
     assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
 

@@ -68,8 +68,8 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"run_id": "other"}, "this controller's is run"),
-        ({"incarnation": "1.1"}, "this controller's is 1.0"),
+        ({"run_id": "other"}, "this controller to run run"),
+        ({"incarnation": "1.1"}, "this controller is 1.0"),
         ({"world_size": 2}, "WORLD_SIZE: .* has 2, .* 1 ranks$"),
         ({"rank": 1}, "RANK: .* with 1, .* 0 to 0"),
     ],
