@@ -146,7 +146,7 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
 
     async def scenario(trainer, first, second):
         count = len(PLANS[0].numbers[0])
-        with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
+        with pytest.raises(RuntimeError, match=f"^step 1: .* {count - 1} completions .* {count} samples"):
             await trainer.prepare(PLANS[0], read)
 
     joined(scenario)
