@@ -153,6 +153,11 @@ def test_a_format_string_is_one_token_under_any_python():
     assert measure('x = f"{a + 1:{b}} {c!r}" + f"{f\'{d}\'}"\n')["tokens"] == 5
 
 
+def test_words_without_a_noun_are_counted():
+    counts = measure('"""Those of it, in a file."""\nfound = other.value  # what remains\n')
+    assert (counts["words for a noun"], counts["words"], counts["identifiers without a noun"]) == (3, 8, 1)
+
+
 def test_nothing_that_others_write_is_unpickled():
     """A pickle is a program. Checkpoints go through `safe_*`; the rewards' processes have their own pipe."""
     forbidden = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "dist_checkpointing": {"load"}}

@@ -47,6 +47,8 @@ WAITS = {
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
 """Columns of a step on the page; `payload` adds `seconds`, the time of all steps so far, and tasks' pass rates."""
 MOST_EVENTS = 300
+MOST_TASKS = 32
+"""Most tasks with a pass rate on the page."""
 MOST_EVALUATIONS = 500
 """Most rows of evaluations on the page. The newest rows are shown."""
 EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "weights")
@@ -60,8 +62,10 @@ class RunData:
         self.run_dir = run_dir
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
-        tasks = self.recipe.get("prompts", {}).get("tasks") or ()
-        self._task_columns = [f"pass_rate/{task}" for task in tasks]
+        prompts = self.recipe.get("prompts")
+        tasks = prompts.get("tasks") if isinstance(prompts, dict) else None
+        names = list(tasks)[:MOST_TASKS] if isinstance(tasks, dict) else []
+        self._task_columns = [f"pass_rate/{task}" for task in names if printable(str(task)) == task]
         train_columns = [f"train_{column}" for column in self._task_columns]
         self._step_columns = (*STEP_COLUMNS, *train_columns)
         self._metrics = Rows(self.run_dir / "metrics.jsonl", partial(_step, train_columns))

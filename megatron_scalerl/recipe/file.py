@@ -97,7 +97,7 @@ def _overridden(
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
             override(data, item)
-            _rename(data, f"override {item!r}")
+            _rename(data, f"override {item!r}", replace=True)
     return validated({key: value for key, value in data.items() if key not in without}, files)
 
 
@@ -161,13 +161,13 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     if not isinstance(data, dict):
         state = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError(f"{path}: the file {state}; a file of keys and values is expected")
-    _rename(data, str(path))
+    _rename(data, str(path), replace=False)
     return data
 
 
-def _rename(data: dict[str, Any], place: str) -> None:
+def _rename(data: dict[str, Any], place: str, *, replace: bool) -> None:
     """Replace the settings of version 0.2 in `data`, and log all changes in one line that starts with `place`."""
-    changes = ", ".join(rename_former(data))
+    changes = ", ".join(rename_former(data, replace=replace))
     if changes:
         _warn(f"{place}: settings of version 0.2: {changes}")
 

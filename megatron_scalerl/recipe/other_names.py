@@ -76,7 +76,6 @@ FORMER_KEYS: dict[str, tuple[object, str]] = {
     "weights.anchor_every": (20, "the engines check every update with deltas against a digest"),
     "weights.store": ("", "engines that join get the weights from the trainer, between two steps"),
     "weights.store_gib": (64.0, "there is no store of weights"),
-    "telemetry.trace_steps": (None, ""),
     "weights.link_gb_s": (0.0, "`report` shows the rate of weight updates, not compared with a link's rate"),
 }
 """Deleted key of version 0.2 -> (default value, which is ignored; today's behavior, for the error about a value)."""
@@ -106,20 +105,24 @@ def setting_of(key: str) -> str:
     return OTHER_NAMES.get(".".join(parts[-2:])) or OTHER_NAMES.get(parts[-1], "")
 
 
-def rename_former(data: Mapping[str, Any]) -> Iterator[str]:
-    """Replace settings of version 0.2 in `data`, a recipe, with today's settings. Yields a clause that describes each
-    change, for the log."""
+def rename_former(data: Mapping[str, Any], *, replace: bool) -> Iterator[str]:
+    """Change settings of version 0.2 in `data`, a recipe, to those of today. Yields a clause for each change.
+
+    replace: the former key of a renamed setting replaces a present value, as in an override. Else the schema refuses
+    the former key beside the present key.
+    """
     for key in (*FORMER_KEYS, *_RENAMED_KEYS, *_RENAMED_VALUES):
-        name = key.partition(".")[2]
-        section = data.get(key.partition(".")[0])
+        section_name, _, name = key.partition(".")
+        section = data.get(section_name)
         if not isinstance(section, dict) or name not in section:
             continue
         value = section[name]
         if key in FORMER_KEYS and value == FORMER_KEYS[key][0]:
             del section[name]
             yield f"{key} is ignored"
-        elif key in _RENAMED_KEYS:
-            section[_RENAMED_KEYS[key]] = section.pop(name)
+        elif key in _RENAMED_KEYS and (replace or _RENAMED_KEYS[key] not in section):
+            # version 0.2 wrote null for no steps
+            section[_RENAMED_KEYS[key]] = section.pop(name) or []
             yield f"{key} is now {_RENAMED_KEYS[key]}"
         elif isinstance(value, str) and value in _RENAMED_VALUES.get(key, ()):
             section[name] = _RENAMED_VALUES[key][value]

@@ -49,6 +49,8 @@ def step_record(step, **changes):
         "reward": step / 100,
         "train_pass_rate": 0.5,
         "train_pass_rate/sums": 0.25,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-4,
         "entropy": 0.3,
         "mismatch_mean": 0.004,
         "truncated_share": 0.0,

@@ -88,6 +88,11 @@ async def check_figures(tab):
     waits = "trainer waits last 0.75, 0.75 to 0.75; engines wait last 0.1, 0.1 to 0.1"
     assert f"Who waits for whom, hours of steps 0 to 0.001667. {waits}" in labels  # seconds, not where they are drawn
     assert f"{tasks}; sums, held out last 0.75, 0.75 to 0.75" in labels
+    for label in (
+        "Gradient norm, before clipping, step 1 to 3. norm",
+        "Learning rate, step 1 to 3. rate last 0.0001",
+    ):
+        assert any(text.startswith(label) for text in labels)
     assert all(labels) and labels[0].startswith("Validation pass rate and its forecasts, device-hours 0 to")
     await tab.evaluate("document.querySelectorAll('.plot')[1].focus()")
     await tab.press("ArrowRight")

@@ -50,6 +50,9 @@ def test_settings_of_version_0_2_are_those_of_today(tmp_path, caplog):
     assert load_recipe(path) == load_recipe(path) == expected
     [said] = caplog.messages
     assert said.startswith(f"{path}: settings of version 0.2: weights.transaction is ignored, weights.anchor_")
+    path.write_text(MINIMAL + "rewards: {environment: [A], variables: [B]}\n")
+    with pytest.raises(RecipeError, match=r"rewards\.environment is not a recipe key"):
+        load_recipe(path)
     path.write_text(MINIMAL + "weights: {transaction: staged}\n")
     with pytest.raises(RecipeError, match=f"^{path}: weights.transaction left with version 0.2: .*; delete the key$"):
         load_recipe(path)
